@@ -1,0 +1,29 @@
+"""Everything that travels between ranks, and how they agree. Group-local ranks everywhere."""
+
+from halotile.comm.agreement import Call, Phase
+from halotile.comm.pieces import Piece, deliver_pieces
+from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
+from halotile.comm.rows import Deliver, deliver_rows, fetch_rows
+from halotile.comm.torch_group import TorchTransport
+from halotile.comm.transport import Board, Counters, Message, Transport
+from halotile.comm.virtual import VirtualGroup, VirtualTransport, run_virtual
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Board",
+    "Call",
+    "Counters",
+    "Deliver",
+    "Message",
+    "Phase",
+    "Piece",
+    "Ranks",
+    "TorchTransport",
+    "Transport",
+    "VirtualGroup",
+    "VirtualTransport",
+    "deliver_pieces",
+    "deliver_rows",
+    "fetch_rows",
+    "run_virtual",
+]

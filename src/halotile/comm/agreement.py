@@ -1,0 +1,161 @@
+"""One call of a group: the ranks compare what they are about to do, and fail together.
+
+All of it goes over the group's board, not over its collectives: a rank that gives up leaves nothing behind that the
+next call could receive, and a call that waits in vain can say for whom.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Literal, get_args
+
+from halotile.comm.ranks import Ranks
+from halotile.errors import MismatchError, MissingRankError, RemoteRankError
+
+Phase = Literal["start", "work", "end"]
+"""Where the ranks of a call wait for each other: all have come, all have worked, all have their result."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+# so far below zero that the arrivals of no group lift it back
+_GIVEN_UP = -(1 << 30)
+_MAX_POLL_S = 0.02
+
+
+class Call:
+    """The shared life of one collective call, from `Ranks` as they stand; calls of a group are numbered.
+
+    `meet` compares facts before any work; `together` is a phase of independent work. Either raises on every rank when
+    a rank failed, gave up or disagrees. Every way out but success must go through `fail`, so use it as a context
+    manager: an exception inside is told to the others.
+    """
+
+    def __init__(self, ranks: Ranks, on_progress: Callable[[int], None] | None = None) -> None:
+        self.ranks = ranks
+        self._on_progress = on_progress
+        self._board = ranks.transport.board
+        self.number = ranks.transport.calls
+        ranks.transport.calls += 1
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.fail(error)
+
+    def meet(self, facts: Mapping[str, str]) -> None:
+        """Wait for all ranks and compare `facts` (and the call's number) with theirs.
+
+        Raises MismatchError with who has what, MissingRankError with who did not come, RemoteRankError when a rank
+        could not even begin.
+        """
+        self._board.set(self._key(f"facts/{self.ranks.rank}"), json.dumps(dict(facts)).encode())
+        self._arrive("start")
+        self._forget(self.number - 1)
+        said = [self._facts_of(rank) for rank in range(self.ranks.size)]
+        names = list(dict.fromkeys(name for each in said for name in each))
+        lines = [
+            f"{name}: " + ", ".join(f"rank {rank} has {each.get(name, 'nothing')}" for rank, each in enumerate(said))
+            for name in names
+            if len({each.get(name) for each in said}) > 1
+        ]
+        if lines:
+            raise MismatchError("the ranks of this call do not agree, so none of them starts:\n  " + "\n  ".join(lines))
+
+    @contextmanager
+    def together(self, phase: Phase) -> Iterator[None]:
+        """A phase of independent work, left when every rank has finished it.
+
+        Whatever one rank raises inside, every rank raises RemoteRankError for, that rank included.
+        """
+        try:
+            yield
+        except (RemoteRankError, MissingRankError):
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise RemoteRankError(self.ranks.rank, type(error).__name__, str(error)) from error
+        self._arrive(phase)
+
+    def piece_done(self) -> None:
+        """Between two pieces of a phase's work: count one as done, and stop if another rank has failed meanwhile."""
+        self._show(self._board.add(self._key("done"), 1))
+        self._raise_failure()
+
+    def _show(self, done: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(done)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others of `error`, unless it came from them. Never waits and never raises."""
+        if isinstance(error, (RemoteRankError, MismatchError)):
+            return
+        record = {"rank": self.ranks.rank, "kind": type(error).__name__, "message": str(error)[:4000]}
+        # the error on its way out must not be replaced by one of the board
+        with suppress(Exception):
+            self._board.set(self._key("failed"), json.dumps(record).encode())
+
+    def _arrive(self, phase: Phase) -> None:
+        """Count this rank in at `phase` and wait for the rest; a phase that all have reached is passed by all."""
+        key = self._key(f"at/{phase}")
+        self.ranks.counters.collectives += 1
+        self._board.set(self._key(f"{phase}/{self.ranks.rank}"), b"")
+        here = self._board.add(key, 1)
+        pause, seen_done, deadline = 0.0002, -1, time.monotonic() + self.ranks.timeout_s
+        while here != self.ranks.size:
+            # whoever passes a phase may fail in the next one: then all have arrived, and this rank may pass as well
+            failed = self._board.get(self._key("failed"))
+            here = self._board.add(key, 0)
+            if here == self.ranks.size:
+                return
+            if failed is not None or here < 0:
+                self._raise_failure()
+            done = self._board.add(self._key("done"), 0)
+            if done != seen_done:
+                # a rank that still finishes pieces is late, not lost
+                seen_done, deadline = done, time.monotonic() + self.ranks.timeout_s
+                self._show(done)
+            if time.monotonic() > deadline:
+                # one counter decides, so that nobody passes a phase that another has given up
+                if self._board.add(key, _GIVEN_UP) - _GIVEN_UP == self.ranks.size:
+                    return
+                raise MissingRankError(self._who_is_missing(phase))
+            time.sleep(pause)
+            pause = min(pause * 1.5, _MAX_POLL_S)
+
+    def _who_is_missing(self, phase: Phase) -> str:
+        absent = [r for r in range(self.ranks.size) if self._board.get(self._key(f"{phase}/{r}")) is None]
+        names = ", ".join(f"{r} (global rank {self.ranks.global_rank(r)})" for r in absent)
+        what = "make this call" if phase == "start" else f"finish the phase '{phase}'"
+        return (
+            f"rank {self.ranks.rank} waited {self.ranks.timeout_s:g} s in call {self.number} for ranks {names}, which "
+            f"did not {what}; all {self.ranks.size} ranks of the group must"
+        )
+
+    def _raise_failure(self) -> None:
+        note = self._board.get(self._key("failed"))
+        if note is not None:
+            record = json.loads(note)
+            if record["kind"] == MissingRankError.__name__:
+                raise MissingRankError(record["message"])
+            raise RemoteRankError(record["rank"], record["kind"], record["message"])
+
+    def _facts_of(self, rank: int) -> dict[str, str]:
+        note = self._board.get(self._key(f"facts/{rank}"))
+        assert note is not None, f"rank {rank} arrived without its facts"
+        return {str(name): str(value) for name, value in json.loads(note).items()}
+
+    def _forget(self, number: int) -> None:
+        """Clear the board of an earlier call; every rank is past it, since every rank has come to this one."""
+        if number < 0:
+            return
+        mine = [f"facts/{self.ranks.rank}", *(f"{p}/{self.ranks.rank}" for p in PHASES)]
+        shared = ["failed", "done", *(f"at/{p}" for p in PHASES)] if self.ranks.rank == 0 else []
+        for name in (*mine, *shared):
+            self._board.delete(f"{number}/{name}")
+
+    def _key(self, name: str) -> str:
+        return f"{self.number}/{name}"

@@ -1,0 +1,137 @@
+"""The transport protocol over a `torch.distributed` process group (gloo, NCCL)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from halotile.comm.transport import Board, Counters, Message, Reduction, without_empty
+from halotile.errors import MembershipError
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class TorchTransport:
+    """A process group's transport. Use `TorchTransport.of`: calls are numbered, so a group has just one."""
+
+    _of_group: WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.counters = Counters()
+        self.calls = 0
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        self._board = StoreBoard(group)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> TorchTransport:
+        """The one transport of `group`. Raises MembershipError when this process is not a member of it."""
+        # new_group hands an int to the processes it leaves out
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise MembershipError(
+                f"process {dist.get_rank()} of {dist.get_world_size()} is not a member of the group it passed; "
+                "only the group's members may make this call"
+            )
+        if group not in cls._of_group:
+            cls._of_group[group] = cls(group)
+        return cls._of_group[group]
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def board(self) -> Board:
+        return self._board
+
+    def global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        sends, receives = without_empty(sends), without_empty(receives)
+        if not sends and not receives:
+            return
+        landed = [(peer, buffer, self._on_wire(buffer, empty=True)) for peer, buffer in receives]
+        ops = [
+            dist.P2POp(dist.isend, self._on_wire(tensor), group=self.group, group_peer=peer) for peer, tensor in sends
+        ]
+        ops += [dist.P2POp(dist.irecv, wire, group=self.group, group_peer=peer) for peer, _, wire in landed]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        for _, buffer, wire in landed:
+            if wire is not buffer:
+                buffer.copy_(wire)
+        self.counters.sent(sends)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
+        if not tensor.numel():
+            return tensor.clone()
+        wire = self._on_wire(tensor.detach().clone(memory_format=torch.contiguous_format))
+        dist.all_reduce(wire, op=_OPS[op], group=self.group)
+        self.counters.collectives += 1
+        return wire.to(tensor.device)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        # gloo ends the process with SIGFPE when it is given an empty tensor
+        if not tensor.numel():
+            return [tensor.clone() for _ in range(self.size)]
+        wire = self._on_wire(tensor.detach().contiguous())
+        parts = [torch.empty_like(wire) for _ in range(self.size)]
+        dist.all_gather(parts, wire, group=self.group)
+        self.counters.collectives += 1
+        return [part.to(tensor.device) for part in parts]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        if not tensor.numel():
+            return tensor.clone()
+        wire = self._on_wire(tensor.detach().clone(memory_format=torch.contiguous_format))
+        dist.broadcast(wire, src=self.global_rank(source), group=self.group)
+        self.counters.collectives += 1
+        return wire.to(tensor.device)
+
+    def _on_wire(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
+        """`tensor`, or its stand-in on a device that the group's backends carry."""
+        device = self._wire_device(tensor.device)
+        if device.type == tensor.device.type:
+            return tensor
+        return torch.empty_like(tensor, device=device) if empty else tensor.to(device)
+
+    def _wire_device(self, device: torch.device) -> torch.device:
+        # reads like "cpu:gloo,cuda:nccl"
+        backends = dict(pair.split(":", 1) for pair in dist.get_backend_config(self.group).split(","))
+        if device.type == "cpu" and "cpu" not in backends:
+            return torch.device(next(iter(backends)))
+        # gloo lists cuda, but does point-to-point on CPU tensors only
+        return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
+
+
+class StoreBoard:
+    """The board in the key-value store by which the processes found each other."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # torch has no public way to the store of a running program; torchelastic and DeviceMesh use the same name
+        self._store = dist.PrefixStore(f"halotile/{group.group_name}", distributed_c10d._get_default_store())
+        self._store.set_timeout(timedelta(seconds=60))
+
+    def set(self, key: str, value: bytes) -> None:
+        # a store waits for ever for an empty value
+        self._store.set(key, b"=" + value)  # type: ignore[arg-type]  # bytes are accepted and kept as they are
+
+    def get(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key))[1:] if self._store.check([key]) else None
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)

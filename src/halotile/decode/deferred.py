@@ -1,0 +1,141 @@
+"""Deal the calls of a VAE's own tile loop to ranks: record, run, deliver, replay (DESIGN.md, section 3.1)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from halotile.comm import Call, Piece, Ranks, deliver_pieces
+from halotile.decode.foresee import Companion
+from halotile.decode.noise import Noise
+from halotile.decode.patch import patched
+from halotile.decode.record import NetworkCall, Recording, SharedList, network_of, record
+from halotile.errors import UnsupportedError
+from halotile.families import Family, Half
+from halotile.planning import Scheduler, deal, loads_of
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A recording with a rank for each chain; made from shapes alone, so the same on every rank."""
+
+    recording: Recording
+    owners: tuple[int, ...]
+    loads: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """A short name of the plan: which rank runs which calls, and what they return."""
+        calls = [(call.outcome.shape, str(call.outcome.dtype), call.cells) for call in self.recording.calls]
+        text = repr((self.recording.chains, self.owners, calls))
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{len(self.owners)} chains of {len(calls)} calls, {name}"
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The results, in the order of the calls."""
+        owner_of = {
+            index: owner
+            for chain, owner in zip(self.recording.chains, self.owners, strict=True)
+            for index in chain
+        }
+        return [
+            Piece(owner_of[index], call.outcome.shape, call.outcome.dtype)
+            for index, call in enumerate(self.recording.calls)
+        ]
+
+
+def deal_loop(
+    vae: Any, half: Half, family: Family | None, ranks: Ranks, scheduler: Scheduler, plain: Callable[[], object]
+) -> Dealt:
+    """Record the calls that `plain` makes of the VAE's network, and give each chain of them a rank. No traffic."""
+    recording = record(vae, half, family, plain)
+    owners = deal(recording.costs, ranks.size, scheduler)
+    return Dealt(recording, owners, loads_of(recording.costs, owners, ranks.size))
+
+
+def run_dealt(
+    vae: Any, half: Half, family: Family | None, dealt: Dealt, call: Call, receivers: Sequence[int],
+    device: torch.device, plain: Callable[[], object],
+) -> object:
+    """Run this rank's calls, deliver the results to `receivers`, and there let the VAE's own loop blend them.
+
+    Returns what `plain` returns, bit for bit what it would have without any of this; None on other ranks.
+    """  # fmt: skip
+    network = network_of(vae, half)
+    clear = getattr(vae, family.carries) if family is not None and family.carries is not None else None
+    noise = Noise.of(dealt.recording.calls, call.ranks, device)
+    made: dict[int, torch.Tensor] = {}
+    with call.together("work"):
+        for chain, owner in zip(dealt.recording.chains, dealt.owners, strict=True):
+            if owner == call.ranks.rank:
+                made |= _run_chain(network, dealt.recording.calls, chain, clear, noise, call.piece_done)
+        noise.finish()
+    results = deliver_pieces(made, dealt.pieces, call.ranks, receivers, device)
+    del made
+    with call.together("end"):
+        return _replay(network, vae, family, dealt.recording, results, plain) if results else None
+
+
+def _run_chain(
+    network: nn.Module, calls: Sequence[NetworkCall], chain: Sequence[int], clear: Callable[[], object] | None,
+    noise: Noise, piece_done: Callable[[], None],
+) -> dict[int, torch.Tensor]:
+    """Run one chain's calls in order, with caches of its own."""  # fmt: skip
+    lists: dict[int, list[Any]] = {}
+    companions: dict[tuple[int, int], Any] = {}
+
+    def real(value: Any) -> Any:
+        if isinstance(value, SharedList):
+            return lists.setdefault(value.identity, [real(element) for element in value.elements])
+        if isinstance(value, Companion):
+            return companions[value.call, value.position]
+        if type(value) is tuple:
+            return tuple(real(element) for element in value)
+        if type(value) is dict:
+            return {name: real(element) for name, element in value.items()}
+        return value
+
+    results: dict[int, torch.Tensor] = {}
+    try:
+        if clear is not None:
+            clear()
+        for index in chain:
+            noise.before(index)
+            output = network(*real(calls[index].args), **real(calls[index].kwargs))
+            result, *rest = output if isinstance(output, (tuple, list)) else (output,)
+            companions = {(index, position): value for position, value in enumerate(rest)}
+            results[index] = result
+            piece_done()
+    finally:
+        if clear is not None:
+            clear()
+    return results
+
+
+def _replay(
+    network: nn.Module, vae: Any, family: Family | None, recording: Recording, results: dict[int, torch.Tensor],
+    plain: Callable[[], object],
+) -> object:
+    """Run the VAE's own loop again; each call of its network returns its finished result, and drops it here."""  # fmt: skip
+    served = 0
+
+    def forward(*args: object, **kwargs: object) -> Any:
+        nonlocal served
+        if served == len(recording.calls):
+            raise UnsupportedError(f"the loop made {served} calls when it was recorded, and more when it was replayed")
+        companions = recording.calls[served].outcome.companions
+        result = results.pop(served)
+        served += 1
+        return result if companions is None else (result, *[None] * companions)
+
+    # the state that a clearing method would clear is not there: nothing ran on this rank's modules for these calls
+    with patched(network, forward=forward):
+        output = plain()
+    assert served == len(recording.calls), f"recorded {len(recording.calls)} calls, replayed {served}"
+    return output

@@ -1,0 +1,97 @@
+"""The door of every call: what may come in, in which dtype, and in which form the result goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from halotile.errors import GradientError, PlanError, UnsupportedError
+from halotile.families import Half
+
+ROWS_DIM = -2
+"""Height, in `B C H W` and in `B C F H W`."""
+
+
+@dataclass(frozen=True)
+class Undelivered:
+    """What a rank gets of a result that went to another one: every field that diffusers' outputs have is None."""
+
+    sample: None = None
+    latent_dist: None = None
+    latent: None = None
+    latents: None = None
+
+
+def check_input(x: object, half: Half) -> torch.Tensor:
+    """The latents or pixels as a tensor of four or five dims, none empty. Raises PlanError, GradientError."""
+    what = "latents" if half == "decode" else "pixels"
+    if not isinstance(x, torch.Tensor):
+        raise PlanError(f"{what} must be a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise PlanError(f"{what} must be of a floating dtype, got {x.dtype}")
+    if x.dim() not in (4, 5) or not x.numel():
+        raise PlanError(f"{what} must have the shape B C H W or B C F H W and no empty dim, got {tuple(x.shape)}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise GradientError(
+            f"halotile is for inference, but these {what} require gradients; call it under torch.no_grad() or "
+            "torch.inference_mode(), or pass a detached tensor"
+        )
+    return x
+
+
+def dtype_of(vae: Any, fallback: torch.dtype) -> torch.dtype:
+    """The dtype of the first floating parameter, which is what the VAE computes in."""
+    parameters = getattr(vae, "parameters", None)
+    floating = (p.dtype for p in parameters() if p.is_floating_point()) if callable(parameters) else iter(())
+    return next(floating, fallback)
+
+
+def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`output` (a tensor, tuple, diffusers output or posterior) with its tensors changed and its types kept."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if isinstance(output, tuple):
+        return tuple(map_tensors(part, change) for part in output)
+    if is_dataclass(output) and not isinstance(output, type):
+        return replace(output, **{f.name: map_tensors(getattr(output, f.name), change) for f in fields(output)})
+    parameters = getattr(output, "parameters", None)
+    if isinstance(parameters, torch.Tensor):
+        # a posterior: the rest of it follows from its parameters
+        return type(output)(change(parameters), deterministic=output.deterministic)
+    return output
+
+
+def cat_outputs(outputs: Sequence[Any]) -> Any:
+    """One output for a batch, from one for each of its samples."""
+    parts: list[list[torch.Tensor]] = []
+    for output in outputs:
+        found: list[torch.Tensor] = []
+        map_tensors(output, lambda tensor, found=found: found.append(tensor) or tensor)  # type: ignore[misc]
+        parts.append(found)
+    whole = iter([torch.cat(column) for column in zip(*parts, strict=True)])
+    return map_tensors(outputs[0], lambda _: next(whole))
+
+
+def tensor_of(output: Any) -> torch.Tensor | None:
+    """The picture or the latent in whatever a VAE returned; of a posterior its mode. None if undelivered.
+
+    Raises UnsupportedError for an output of another kind.
+    """
+    if isinstance(output, torch.Tensor) or output is None:
+        return output
+    if isinstance(output, Undelivered):
+        return None
+    if isinstance(output, (tuple, list)) and output:
+        return tensor_of(output[0])
+    for name in ("sample", "latent", "latents", "latent_dist"):
+        found = getattr(output, name, None)
+        if isinstance(found, torch.Tensor):
+            return found
+        if found is not None and callable(getattr(found, "mode", None)):
+            mode = found.mode()
+            assert isinstance(mode, torch.Tensor)
+            return mode
+    raise UnsupportedError(f"cannot find a tensor in a result of type {type(output).__name__}")

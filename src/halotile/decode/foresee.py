@@ -1,0 +1,225 @@
+"""What a network call will return, found without computing it: shapes and dtypes under FakeTensorMode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halotile.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a call: its shape and dtype, and how many other values come with it, to be handed on as they are.
+
+    A network that returns (result, cache) has `companions` 1; one that returns just its result has None. `draws` are
+    the random operations of the call, in order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    companions: int | None
+    draws: tuple[Draw, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random operation with its arguments; tensors among them are fake."""
+
+    operation: Callable[..., object]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def again(self) -> None:
+        """Draw for real and drop the values: the generator moves on as it did, or would, in the call."""
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs))
+        self.operation(*args, **kwargs)
+
+
+@dataclass
+class Past:
+    """What earlier calls of a chain left for later ones, in fake tensors.
+
+    lists: caches that the caller passes again and again, by the identity of the caller's list.
+    returned: companions of a call's result, by the call's index. modules: state that the network keeps on itself.
+    """
+
+    lists: dict[int, list[Any]] = field(default_factory=dict)
+    returned: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    modules: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A placeholder for a value that call `call` returned beside its result."""
+
+    call: int
+    position: int
+
+
+class Foresight:
+    """Outcomes of calls of one network; equal calls (same shapes, same past) are worked out once.
+
+    The memory is kept with the network, so a second decode of the same shapes foresees nothing anew. Raises
+    UnsupportedError when the network cannot be followed without data (a branch on values, say).
+    """
+
+    _of_network: WeakKeyDictionary[nn.Module, tuple[FakeTensorMode, dict[Any, Any]]] = WeakKeyDictionary()
+
+    def __init__(self, network: nn.Module, carries: bool) -> None:
+        self.network = network
+        self.carries = carries
+        # a compiled network would be traced again; what it wraps returns the same shapes
+        self._plain: nn.Module = getattr(network, "_orig_mod", network)
+        # taken now, since a recorder is about to stand in for it
+        self._forward = self._plain.forward
+        if network not in self._of_network:
+            self._of_network[network] = (FakeTensorMode(allow_non_fake_inputs=True), {})
+        self._mode, self._known = self._of_network[network]
+
+    def call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], past: Past) -> Outcome:
+        """The outcome of call `index` after `past`, which is advanced."""
+        fake_args, fake_kwargs = self._fake((args, dict(kwargs)), past)
+        key = (_signature((fake_args, fake_kwargs, past.modules)), self._setting())
+        if key not in self._known:
+            self._known[key] = self._work_out(fake_args, fake_kwargs, past)
+        outcome, returned, lists, modules = self._known[key]
+        past.returned[index] = returned
+        past.modules = modules
+        for ours, left in zip(_lists_in((fake_args, fake_kwargs)), lists, strict=True):
+            ours[:] = left
+        return outcome  # type: ignore[no-any-return]
+
+    def _work_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], past: Past) -> tuple[Any, ...]:
+        # worked out on copies: the entry in memory must not change when a later call writes into its lists
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        with self._state(past.modules) as state:
+            try:
+                with self._mode, _DrawLog() as log:
+                    output = self._forward(*args, **kwargs)
+            except UnsupportedError:
+                raise
+            except Exception as error:
+                raise UnsupportedError(
+                    f"the result of {type(self._plain).__name__} cannot be foreseen from shapes alone, which dealing "
+                    f"its calls to ranks needs: {type(error).__name__}: {error}"
+                ) from error
+            modules = state()
+        if modules and not self.carries:
+            names = sorted({name for attributes in modules.values() for name in attributes})
+            raise UnsupportedError(
+                f"{type(self._plain).__name__} keeps state from call to call on its modules ({', '.join(names)}), and "
+                "halotile does not know which method clears it; a row in halotile.families would say so"
+            )
+        result, *rest = output if isinstance(output, (tuple, list)) else (output,)
+        if not isinstance(result, torch.Tensor):
+            raise UnsupportedError(
+                f"{type(self._plain).__name__} returns a {type(result).__name__} first, not a tensor"
+            )
+        companions = len(rest) if isinstance(output, (tuple, list)) else None
+        outcome = Outcome(tuple(result.shape), result.dtype, companions, tuple(log.draws))
+        return outcome, tuple(rest), [list(each) for each in _lists_in((args, kwargs))], modules
+
+    def _fake(self, values: Any, past: Past) -> Any:
+        """`values` with fakes for tensors and companions, and the past's lists for the caller's."""
+
+        def one(value: Any) -> Any:
+            if isinstance(value, FakeTensor):
+                return value
+            if isinstance(value, torch.Tensor):
+                return self._mode.from_tensor(value)
+            if isinstance(value, Companion):
+                return past.returned[value.call][value.position]
+            if type(value) is list:
+                if id(value) not in past.lists:
+                    past.lists[id(value)] = [one(element) for element in value]
+                return past.lists[id(value)]
+            if type(value) is tuple:
+                return tuple(one(element) for element in value)
+            if type(value) is dict:
+                return {name: one(element) for name, element in value.items()}
+            return value
+
+        return one(values)
+
+    @contextmanager
+    def _state(self, modules: dict[int, dict[str, Any]]) -> Iterator[Any]:
+        """Give the network the state of `modules` for a while; yields a function that reads what it has become."""
+        parts = list(self._plain.modules())
+        before = [dict(vars(part)) for part in parts]
+        for position, attributes in modules.items():
+            vars(parts[position]).update(attributes)
+
+        def changed() -> dict[int, dict[str, Any]]:
+            now = {
+                position: {
+                    name: value
+                    for name, value in vars(part).items()
+                    if isinstance(value, FakeTensor) or (name in was and value is not was[name])
+                }
+                for position, (part, was) in enumerate(zip(parts, before, strict=True))
+            }
+            return {position: attributes for position, attributes in now.items() if attributes}
+
+        try:
+            yield changed
+        finally:
+            for part, was in zip(parts, before, strict=True):
+                vars(part).clear()
+                vars(part).update(was)
+
+    def _setting(self) -> tuple[Any, ...]:
+        first = next(self._plain.parameters(), None)
+        kind = first.device.type if first is not None else "cpu"
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return (first.dtype if first is not None else None, kind, autocast, self._plain.training)
+
+
+class _DrawLog(TorchDispatchMode):
+    """Notes the random operations that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if kwargs.get("generator") is not None:
+                raise UnsupportedError(f"the network draws from a generator of its own ({func}), not the default one")
+            self.draws.append(Draw(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _lists_in(values: Any) -> list[list[Any]]:
+    """The lists among `values`, in the order of a walk."""
+    if type(values) is list:
+        return [values]
+    parts = values.values() if type(values) is dict else values if type(values) is tuple else ()
+    return [found for part in parts for found in _lists_in(part)]
+
+
+def _signature(value: Any) -> Any:
+    """Something hashable that is equal for calls with equal outcomes."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_signature(element) for element in value))
+    if isinstance(value, dict):
+        return tuple((name, _signature(element)) for name, element in value.items())
+    return repr(value)

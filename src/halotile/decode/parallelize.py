@@ -1,0 +1,134 @@
+"""`parallelize`: a VAE object whose `decode` and `encode` run over a group, until the handle is removed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from types import MethodType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from halotile.comm import DEFAULT_TIMEOUT_S, Deliver, Ranks
+from halotile.decode.report import DecodeReport
+from halotile.decode.run import Options, Progress, Strategy, check_class, run_call
+from halotile.errors import PlanError, UnsupportedError
+from halotile.families import Half
+from halotile.planning import Scheduler
+
+HALVES: tuple[Half, ...] = ("decode", "encode")
+
+
+def parallelize(
+    vae: Any, group: dist.ProcessGroup | Ranks | None = None, strategy: Strategy = "auto", deliver: Deliver = "all",
+    tiling: None = None, scheduler: Scheduler = "balanced", halves: Sequence[Half] = HALVES, *, driver: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S, progress: Progress | None = None,
+) -> Handle:
+    """Let `vae.decode` and `vae.encode` run over the ranks of `group`, wherever they are called from.
+
+    Every rank of the group calls it on its own copy of the same VAE, and then calls `vae.decode(latents)` with the
+    same latents (`B C H W` or `B C F H W`) as it would alone. All other attributes of the VAE stay as they are; copies
+    of it (`copy.deepcopy`, pickles) are plain VAEs.
+
+    group: a process group that this process is a member of; None is the default group, or this process alone where
+        torch.distributed is not initialised. strategy: `tile` deals the tiles of the VAE's own loop (turned on for the
+        call if it is off), `serial` runs it as it is, `auto` takes `tile` when the VAE's tiling is on.
+    deliver: `all` ranks get the result, or the `driver` alone (the outputs of the others hold None), or each its rows
+        (`sharded`, even along height). scheduler: how chains of tiles are dealt. halves: which methods to change.
+    driver: the group-local rank that `deliver="driver"` means, and that `progress(done, total)` is called on.
+    timeout_s: how long to wait for ranks that do not come, or stop making progress. tiling: grids of halotile's own
+        are not in this version.
+
+    The result is bitwise equal to one rank's, in the dtype of the input; a picture in another dtype than the VAE's is
+    cast to it once. Runs without gradients.
+
+    Raises UnsupportedError (a class or option that cannot be served), PlanError (unknown option), MembershipError. The
+    changed methods raise those and GradientError before any traffic, MismatchError, MissingRankError and
+    RemoteRankError on every rank.
+    """  # fmt: skip
+    if tiling is not None:
+        raise UnsupportedError("tiling= (grids of halotile's own) is not in this version; pass None for the VAE's loop")
+    options = Options(strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler)
+    unknown = [half for half in halves if half not in HALVES]
+    if unknown or not halves:
+        raise PlanError(f"halves={tuple(halves)!r}: choose from {', '.join(HALVES)}")
+    check_class(vae, halves, options)
+    if handle_of(vae) is not None:
+        raise UnsupportedError(f"this {type(vae).__name__} is parallelized already; call remove() on its handle first")
+    ranks = Ranks.of(group, timeout_s)
+    options.receivers(ranks)
+    return Handle(vae, tuple(halves), ranks, options, progress)
+
+
+def handle_of(vae: object) -> Handle | None:
+    """The handle of a VAE that is parallelized, else None."""
+    methods = (vars(vae).get(half) for half in HALVES) if hasattr(vae, "__dict__") else ()
+    return next((method.handle for method in methods if isinstance(method, _Method)), None)
+
+
+class Handle:
+    """A parallelized VAE's handle: the report of its last call, and the way back. Also a context manager."""
+
+    def __init__(
+        self, vae: Any, halves: tuple[Half, ...], ranks: Ranks, options: Options, progress: Progress | None
+    ) -> None:
+        self.vae = vae
+        self.ranks = ranks
+        self.options = options
+        self.progress = progress
+        self.report: DecodeReport | None = None
+        self._methods = [_Method(self, half) for half in halves]
+        for method in self._methods:
+            setattr(vae, method.half, method)
+
+    def remove(self) -> None:
+        """Give the VAE its own methods back. Does nothing the second time."""
+        for method in self._methods:
+            method.removed = True
+            if vars(self.vae).get(method.half) is method:
+                if method.was_set:
+                    setattr(self.vae, method.half, method.original)
+                else:
+                    delattr(self.vae, method.half)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class _Method:
+    """What stands in for `vae.decode` or `vae.encode`."""
+
+    def __init__(self, handle: Handle, half: Half) -> None:
+        self.handle = handle
+        self.half = half
+        self.was_set = half in vars(handle.vae)
+        self.original: Callable[..., Any] = getattr(handle.vae, half)
+        self.removed = False
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.removed:
+            # whoever wrapped this method before it was removed still calls it
+            return self.original(x, *args, **kwargs)
+        handle = self.handle
+        output, handle.report = run_call(
+            handle.vae, self.half, self.original, x, args, kwargs, handle.ranks, handle.options, handle.progress
+        )
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.was_set:
+            return copy.deepcopy(self.original, memo)
+        return _own_method(copy.deepcopy(self.handle.vae, memo), self.half)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_method, (self.handle.vae, self.half)
+
+
+def _own_method(vae: Any, half: Half) -> MethodType:
+    """The method of `vae`'s class, bound to it: what a copy of a parallelized VAE has."""
+    return MethodType(getattr(type(vae), half), vae)

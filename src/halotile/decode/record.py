@@ -1,0 +1,174 @@
+"""Record what a VAE's own loop asks of its network, without computing it: DESIGN.md, section 3.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from halotile.decode.foresee import Companion, Foresight, Outcome, Past
+from halotile.decode.patch import patched
+from halotile.errors import HalotileError, UnsupportedError
+from halotile.families import Family, Half
+
+
+@dataclass(frozen=True)
+class NetworkCall:
+    """One call that the loop made: its arguments as given, what it will return, its share of work in input cells."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outcome: Outcome
+    cells: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All calls of one decode or encode, and the chains that they form.
+
+    chains: indices of calls that share a cache, in order, and so must run in order on one rank. A call without a cache
+    is a chain of its own.
+    """
+
+    calls: tuple[NetworkCall, ...]
+    chains: tuple[tuple[int, ...], ...]
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """The work of each chain, in input cells of the network."""
+        return tuple(sum(self.calls[index].cells for index in chain) for chain in self.chains)
+
+
+def record(vae: Any, half: Half, family: Family | None, plain: Callable[[], object]) -> Recording:
+    """Run `plain` (the VAE's own decode or encode) with a network that computes nothing, and return its calls.
+
+    Raises UnsupportedError when the loop needs the values of a result while it still makes calls.
+    """
+    network = network_of(vae, half)
+    recorder = _Recorder(network, family)
+    with ExitStack() as stack:
+        stack.enter_context(patched(network, forward=recorder.forward))
+        if family is not None:
+            stack.enter_context(patched(vae, **{name: _keep_second for name in family.blends}))
+            if family.carries is not None:
+                stack.enter_context(patched(vae, **{family.carries: recorder.new_chain}))
+        try:
+            plain()
+        except HalotileError:
+            raise
+        except Exception as error:
+            if not recorder.calls:
+                raise
+            raise UnsupportedError(
+                f"the loop of {type(vae).__name__} cannot be recorded: it needs the values of a result before it has "
+                f"made all its calls ({type(error).__name__}: {error})"
+            ) from error
+    return recorder.recording()
+
+
+def network_of(vae: Any, half: Half) -> nn.Module:
+    """The part of the VAE whose calls are dealt: its `decoder` or `encoder`. Raises UnsupportedError without one."""
+    name = "decoder" if half == "decode" else "encoder"
+    network = getattr(vae, name, None)
+    if not isinstance(network, nn.Module):
+        raise UnsupportedError(f"{type(vae).__name__} has no module named {name!r}, whose calls could be dealt to ranks")
+    return network
+
+
+def _keep_second(a: torch.Tensor, b: torch.Tensor, *extent: object, **dims: object) -> torch.Tensor:
+    return b
+
+
+class _Recorder:
+    """The stand-in for a network's `forward`."""
+
+    def __init__(self, network: nn.Module, family: Family | None) -> None:
+        self.carries = family is not None and family.carries is not None
+        # stand-ins on the meta device cost nothing, and show when a result is needed too early
+        self.on_meta = family is None or family.record_on == "meta"
+        self.foresight = Foresight(network, self.carries)
+        self.calls: list[NetworkCall] = []
+        self.chain_of: list[int] = []
+        self.lists: dict[int, tuple[list[Any], int]] = {}
+        self.pasts: dict[int, Past] = {}
+        self.open_chain = 0
+        self.chain_count = 0
+
+    def new_chain(self, *args: object) -> None:
+        """Stands in for the method that clears state kept on modules."""
+        self.open_chain = self.chain_count
+        self.chain_count += 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        index = len(self.calls)
+        chain = self._chain(args, kwargs)
+        past = self.pasts.setdefault(chain, Past())
+        kept_args, kept_kwargs = _frozen((args, kwargs))
+        outcome = self.foresight.call(index, args, kwargs, past)
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if first is None:
+            raise UnsupportedError("the loop calls its network without a tensor")
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                raise UnsupportedError(
+                    f"call {index} of the loop is given the result of an earlier call, so calls cannot be dealt apart"
+                )
+        cells = first.numel() // max(first.shape[1], 1)
+        self.calls.append(NetworkCall(kept_args, kept_kwargs, outcome, cells))
+        self.chain_of.append(chain)
+        device = torch.device("meta") if self.on_meta else first.device
+        result = torch.zeros(outcome.shape, dtype=outcome.dtype, device=device)
+        if outcome.companions is None:
+            return result
+        return (result, *(Companion(index, position) for position in range(outcome.companions)))
+
+    def _chain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The chain of a call: that of the list or value of an earlier call that it is given, else a new one."""
+        if self.carries:
+            if not self.chain_count:
+                self.new_chain()
+            return self.open_chain
+        values = (*args, *kwargs.values())
+        joined = {self.chain_of[value.call] for value in values if isinstance(value, Companion)}
+        joined |= {self.lists[id(value)][1] for value in values if type(value) is list and id(value) in self.lists}
+        if len(joined) > 1:
+            raise UnsupportedError("a call of the loop joins the caches of two others, so calls cannot be dealt apart")
+        if joined:
+            chain = joined.pop()
+        else:
+            chain = self.chain_count
+            self.chain_count += 1
+        for value in values:
+            if type(value) is list:
+                # held, so that no other list can come to have its identity
+                self.lists[id(value)] = (value, chain)
+        return chain
+
+    def recording(self) -> Recording:
+        chains: dict[int, list[int]] = {}
+        for index, chain in enumerate(self.chain_of):
+            chains.setdefault(chain, []).append(index)
+        return Recording(tuple(self.calls), tuple(tuple(chain) for chain in chains.values()))
+
+
+def _frozen(value: Any) -> Any:
+    """`value` with every list in it noted as it is now: its identity and its elements."""
+    if type(value) is list:
+        return SharedList(id(value), tuple(value))
+    if type(value) is tuple:
+        return tuple(_frozen(element) for element in value)
+    if type(value) is dict:
+        return {name: _frozen(element) for name, element in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class SharedList:
+    """A list that the loop passed: which one, and what was in it at the first call, before anything ran."""
+
+    identity: int
+    elements: tuple[Any, ...]

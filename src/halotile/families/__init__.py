@@ -1,0 +1,20 @@
+"""What halotile knows of autoencoder classes, as data, and what follows from it for an input."""
+
+from halotile.families.check import check_loop, family_of, set_window, sync_window, temporal_loop_runs
+from halotile.families.loops import AXES, Axis, AxisLoop, Half
+from halotile.families.rows import FAMILIES, Family, Temporal
+
+__all__ = [
+    "AXES",
+    "FAMILIES",
+    "Axis",
+    "AxisLoop",
+    "Family",
+    "Half",
+    "Temporal",
+    "check_loop",
+    "family_of",
+    "set_window",
+    "sync_window",
+    "temporal_loop_runs",
+]
