@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal, get_args
 
 from halotile.comm.ranks import Ranks
-from halotile.errors import MismatchError, MissingRankError, RemoteRankError
+from halotile.errors import HalotileError, MismatchError, MissingRankError, RemoteRankError
 
 Phase = Literal["start", "work", "end"]
 """Where the ranks of a call wait for each other: all have come, all have worked, all have their result."""
@@ -22,6 +22,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 # so far below zero that the arrivals of no group lift it back
 _GIVEN_UP = -(1 << 30)
 _MAX_POLL_S = 0.02
+# a rank that has closed a phase needs no longer than this to say what that means
+_DECIDING_S = 5.0
 
 
 class Call:
@@ -36,6 +38,7 @@ class Call:
         self.ranks = ranks
         self._on_progress = on_progress
         self._board = ranks.transport.board
+        self._settled = False
         self.number = ranks.transport.calls
         ranks.transport.calls += 1
 
@@ -54,7 +57,7 @@ class Call:
         """
         self._board.set(self._key(f"facts/{self.ranks.rank}"), json.dumps(dict(facts)).encode())
         self._arrive("start")
-        self._forget(self.number - 1)
+        self._forget_earlier()
         said = [self._facts_of(rank) for rank in range(self.ranks.size)]
         names = list(dict.fromkeys(name for each in said for name in each))
         lines = [
@@ -63,21 +66,25 @@ class Call:
             if len({each.get(name) for each in said}) > 1
         ]
         if lines:
+            self._settled = True
             raise MismatchError("the ranks of this call do not agree, so none of them starts:\n  " + "\n  ".join(lines))
 
     @contextmanager
-    def together(self, phase: Phase) -> Iterator[None]:
-        """A phase of independent work, left when every rank has finished it.
-
-        Whatever one rank raises inside, every rank raises RemoteRankError for, that rank included.
-        """
+    def shared_fate(self) -> Iterator[None]:
+        """Whatever this rank raises inside, other than halotile's own errors, is RemoteRankError on every rank."""
         try:
             yield
-        except (RemoteRankError, MissingRankError):
+        except HalotileError:
             raise
         except Exception as error:
             self.fail(error)
             raise RemoteRankError(self.ranks.rank, type(error).__name__, str(error)) from error
+
+    @contextmanager
+    def together(self, phase: Phase) -> Iterator[None]:
+        """A phase of independent work with a shared fate, left when every rank has finished it."""
+        with self.shared_fate():
+            yield
         self._arrive(phase)
 
     def piece_done(self) -> None:
@@ -90,9 +97,10 @@ class Call:
             self._on_progress(done)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others of `error`, unless it came from them. Never waits and never raises."""
-        if isinstance(error, (RemoteRankError, MismatchError)):
+        """Tell the others of `error`, unless they know of this call's failure. Never waits and never raises."""
+        if self._settled:
             return
+        self._settled = True
         record = {"rank": self.ranks.rank, "kind": type(error).__name__, "message": str(error)[:4000]}
         # the error on its way out must not be replaced by one of the board
         with suppress(Exception):
@@ -103,9 +111,20 @@ class Call:
         key = self._key(f"at/{phase}")
         self.ranks.counters.collectives += 1
         self._board.set(self._key(f"{phase}/{self.ranks.rank}"), b"")
-        here = self._board.add(key, 1)
+        try:
+            if self._board.add(key, 1) != self.ranks.size:
+                self._wait_for_the_rest(phase, key)
+        except (RemoteRankError, MissingRankError):
+            raise
+        except BaseException:
+            # interrupted while it waits: it was counted, but will not go on, so nobody else may
+            with suppress(Exception):
+                self._close(key)
+            raise
+
+    def _wait_for_the_rest(self, phase: Phase, key: str) -> None:
         pause, seen_done, deadline = 0.0002, -1, time.monotonic() + self.ranks.timeout_s
-        while here != self.ranks.size:
+        while True:
             # whoever passes a phase may fail in the next one: then all have arrived, and this rank may pass as well
             failed = self._board.get(self._key("failed"))
             here = self._board.add(key, 0)
@@ -118,13 +137,25 @@ class Call:
                 # a rank that still finishes pieces is late, not lost
                 seen_done, deadline = done, time.monotonic() + self.ranks.timeout_s
                 self._show(done)
-            if time.monotonic() > deadline:
-                # one counter decides, so that nobody passes a phase that another has given up
-                if self._board.add(key, _GIVEN_UP) - _GIVEN_UP == self.ranks.size:
+            late = time.monotonic() - deadline
+            if late > (0 if here >= 0 else _DECIDING_S):
+                before = self._close(key)
+                if before == self.ranks.size:
                     return
-                raise MissingRankError(self._who_is_missing(phase))
+                if before >= 0 or late > _DECIDING_S:
+                    raise MissingRankError(self._who_is_missing(phase))
             time.sleep(pause)
             pause = min(pause * 1.5, _MAX_POLL_S)
+
+    def _close(self, key: str) -> int:
+        """Let nobody pass a phase any more, unless all have arrived, or another rank is closing it at this moment.
+
+        Returns how many had arrived, below zero when another rank was first: one counter decides, and one rank.
+        """
+        before = self._board.add(key, _GIVEN_UP) - _GIVEN_UP
+        if before < 0 or before == self.ranks.size:
+            self._board.add(key, -_GIVEN_UP)
+        return before
 
     def _who_is_missing(self, phase: Phase) -> str:
         absent = [r for r in range(self.ranks.size) if self._board.get(self._key(f"{phase}/{r}")) is None]
@@ -138,6 +169,7 @@ class Call:
     def _raise_failure(self) -> None:
         note = self._board.get(self._key("failed"))
         if note is not None:
+            self._settled = True
             record = json.loads(note)
             if record["kind"] == MissingRankError.__name__:
                 raise MissingRankError(record["message"])
@@ -148,14 +180,15 @@ class Call:
         assert note is not None, f"rank {rank} arrived without its facts"
         return {str(name): str(value) for name, value in json.loads(note).items()}
 
-    def _forget(self, number: int) -> None:
-        """Clear the board of an earlier call; every rank is past it, since every rank has come to this one."""
-        if number < 0:
-            return
+    def _forget_earlier(self) -> None:
+        """Clear the board of earlier calls; every rank is past them, since every rank has come to this one."""
         mine = [f"facts/{self.ranks.rank}", *(f"{p}/{self.ranks.rank}" for p in PHASES)]
         shared = ["failed", "done", *(f"at/{p}" for p in PHASES)] if self.ranks.rank == 0 else []
-        for name in (*mine, *shared):
-            self._board.delete(f"{number}/{name}")
+        transport = self.ranks.transport
+        for number in range(transport.forgotten, self.number):
+            for name in (*mine, *shared):
+                self._board.delete(f"{number}/{name}")
+        transport.forgotten = self.number
 
     def _key(self, name: str) -> str:
         return f"{self.number}/{name}"

@@ -53,13 +53,22 @@ def deliver_pieces(
         for dtype, indices in _by_dtype(pieces, owner)
     ]
     ranks.transport.exchange(sends, [(owner, buffer) for owner, _, buffer in landing])
-    out = {index: tensor.contiguous() for index, tensor in made.items()}
+    out = {index: _detached_memory(tensor) for index, tensor in made.items()}
+    # nobody sends an empty piece
+    out |= {i: torch.empty(p.shape, dtype=p.dtype, device=device) for i, p in enumerate(pieces) if not p.numel}
     while landing:
         _, indices, buffer = landing.pop()
         sizes = [pieces[index].numel for index in indices]
         for index, values in zip(indices, buffer.split(sizes), strict=True):
             out[index] = values.clone().reshape(pieces[index].shape)
     return out
+
+
+def _detached_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, contiguous; a copy when it is only a part of a larger result, which others may be parts of, too."""
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _by_dtype(pieces: Sequence[Piece], owner: int) -> list[tuple[torch.dtype, list[int]]]:

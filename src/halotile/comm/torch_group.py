@@ -25,6 +25,7 @@ class TorchTransport:
         self.group = group
         self.counters = Counters()
         self.calls = 0
+        self.forgotten = 0
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self._board = StoreBoard(group)
@@ -120,7 +121,12 @@ class StoreBoard:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # torch has no public way to the store of a running program; torchelastic and DeviceMesh use the same name
-        self._store = dist.PrefixStore(f"halotile/{group.group_name}", distributed_c10d._get_default_store())
+        default = distributed_c10d._get_default_store()
+        members = "-".join(str(rank) for rank in dist.get_process_group_ranks(group))
+        prefix = f"halotile/{group.group_name}/{members}"
+        # a program may end its groups and make others of the same name over the same store: torchrun keeps one
+        life = default.add(f"{prefix}/lives/{dist.get_rank(group)}", 1)
+        self._store = dist.PrefixStore(f"{prefix}/{life}", default)
         self._store.set_timeout(timedelta(seconds=60))
 
     def set(self, key: str, value: bytes) -> None:

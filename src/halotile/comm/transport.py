@@ -63,6 +63,9 @@ class Transport(Protocol):
 
     counters: Counters
     calls: int
+    """How many calls this rank has begun: the number of the next one."""
+    forgotten: int
+    """The notes of calls before this one are off the board."""
 
     @property
     def rank(self) -> int:

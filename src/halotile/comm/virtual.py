@@ -43,6 +43,7 @@ class VirtualTransport:
         self.group = group
         self.counters = Counters()
         self.calls = 0
+        self.forgotten = 0
         self._rank = rank
 
     @property
@@ -81,6 +82,8 @@ class VirtualTransport:
         return stacked.amax(0) if op == "max" else stacked.amin(0)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if not tensor.numel():
+            return [tensor.clone() for _ in range(self.size)]
         self.counters.collectives += 1
         self.group.slots[self.rank] = tensor.detach().clone()
         self._meet()

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halotile.errors import UnsupportedError
+from halotile.errors import HalotileError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -72,49 +78,80 @@ class Companion:
     position: int
 
 
+_BLIND = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What fake tensors raise where only real values would do."""
+
+# latents along height and width of the calls that are worked out for families whose results scale with their inputs
+_SMALL_LAT = 8
+
+
 class Foresight:
     """Outcomes of calls of one network; equal calls (same shapes, same past) are worked out once.
 
-    The memory is kept with the network, so a second decode of the same shapes foresees nothing anew. Raises
-    UnsupportedError when the network cannot be followed without data (a branch on values, say).
+    `unit` is for families that halotile knows: the network's results scale exactly with the height and width of its
+    inputs, in steps of `unit` cells, so one small size is worked out for all. Shapes are checked again when the calls have run. The memory is
+    kept with the network, so that a second decode foresees nothing anew.
+
+    Raises UnsupportedError when the network cannot be followed without data (a branch on values, say), and for what
+    goes wrong in the network of a known family whatever it raises itself.
     """
 
-    _of_network: WeakKeyDictionary[nn.Module, tuple[FakeTensorMode, dict[Any, Any]]] = WeakKeyDictionary()
+    _of_network: WeakKeyDictionary[nn.Module, dict[Any, _Memory]] = WeakKeyDictionary()
 
-    def __init__(self, network: nn.Module, carries: bool) -> None:
-        self.network = network
+    def __init__(self, network: nn.Module, carries: bool, unit: int | None) -> None:
         self.carries = carries
+        self.unit = unit
         # a compiled network would be traced again; what it wraps returns the same shapes
         self._plain: nn.Module = getattr(network, "_orig_mod", network)
         # taken now, since a recorder is about to stand in for it
         self._forward = self._plain.forward
-        if network not in self._of_network:
-            self._of_network[network] = (FakeTensorMode(allow_non_fake_inputs=True), {})
-        self._mode, self._known = self._of_network[network]
+        # fakes of the weights are kept by a mode, and go stale when the weights change their dtype
+        memories = self._of_network.setdefault(network, {})
+        self._memory = memories.setdefault(self._setting(), _Memory())
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], past: Past) -> Outcome:
         """The outcome of call `index` after `past`, which is advanced."""
-        fake_args, fake_kwargs = self._fake((args, dict(kwargs)), past)
-        key = (_signature((fake_args, fake_kwargs, past.modules)), self._setting())
-        if key not in self._known:
-            self._known[key] = self._work_out(fake_args, fake_kwargs, past)
-        outcome, returned, lists, modules = self._known[key]
+        size = self._size_of((*args, *kwargs.values()))
+        small = None if self.unit is None or self._memory.draws else self._small(size)
+        fake_args, fake_kwargs = self._fake((args, dict(kwargs)), past, size, small)
+        key = _signature((fake_args, fake_kwargs, past.modules))
+        known = self._memory.known
+        if key not in known:
+            known[key] = self._work_out(fake_args, fake_kwargs, past)
+        outcome, returned, lists, modules = known[key]
+        if outcome.draws and small is not None:
+            # how much noise a call draws is a matter of its size
+            self._memory.draws = True
+            return self.call(index, args, kwargs, past)
         past.returned[index] = returned
         past.modules = modules
         for ours, left in zip(_lists_in((fake_args, fake_kwargs)), lists, strict=True):
             ours[:] = left
-        return outcome  # type: ignore[no-any-return]
+        return outcome if small is None else _scaled(outcome, size, small)
+
+    def _size_of(self, values: tuple[Any, ...]) -> tuple[int, int]:
+        """Height and width of the call's first picture or clip."""
+        first = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() >= 4), None)
+        return (0, 0) if first is None else (first.shape[-2], first.shape[-1])
+
+    def _small(self, size: tuple[int, int]) -> tuple[int, int] | None:
+        """The size to work out instead of `size`; None when the results need not scale."""
+        assert self.unit is not None
+        side = _SMALL_LAT * self.unit
+        return (side, side) if all(cells and cells % self.unit == 0 for cells in size) else None
 
     def _work_out(self, args: tuple[Any, ...], kwargs: dict[str, Any], past: Past) -> tuple[Any, ...]:
-        # worked out on copies: the entry in memory must not change when a later call writes into its lists
+        # worked out on copies: what is in memory must not change when a later call writes into its lists
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         with self._state(past.modules) as state:
             try:
-                with self._mode, _DrawLog() as log:
+                with self._memory.mode, _DrawLog() as log:
                     output = self._forward(*args, **kwargs)
-            except UnsupportedError:
+            except HalotileError:
                 raise
             except Exception as error:
+                if self.unit is not None and not isinstance(error, _BLIND):
+                    raise
                 raise UnsupportedError(
                     f"the result of {type(self._plain).__name__} cannot be foreseen from shapes alone, which dealing "
                     f"its calls to ranks needs: {type(error).__name__}: {error}"
@@ -135,14 +172,17 @@ class Foresight:
         outcome = Outcome(tuple(result.shape), result.dtype, companions, tuple(log.draws))
         return outcome, tuple(rest), [list(each) for each in _lists_in((args, kwargs))], modules
 
-    def _fake(self, values: Any, past: Past) -> Any:
-        """`values` with fakes for tensors and companions, and the past's lists for the caller's."""
+    def _fake(self, values: Any, past: Past, size: tuple[int, int], small: tuple[int, int] | None) -> Any:
+        """`values` with fakes for tensors (those of `size` being `small`) and companions, and the past's lists."""
 
         def one(value: Any) -> Any:
             if isinstance(value, FakeTensor):
                 return value
             if isinstance(value, torch.Tensor):
-                return self._mode.from_tensor(value)
+                if small is not None and value.dim() >= 4 and tuple(value.shape[-2:]) == size:
+                    with self._memory.mode:
+                        return torch.empty((*value.shape[:-2], *small), dtype=value.dtype, device=value.device)
+                return self._memory.mode.from_tensor(value)
             if isinstance(value, Companion):
                 return past.returned[value.call][value.position]
             if type(value) is list:
@@ -190,6 +230,23 @@ class Foresight:
         return (first.dtype if first is not None else None, kind, autocast, self._plain.training)
 
 
+class _Memory:
+    """Outcomes by signature, the mode whose fakes they hold, and whether the network draws noise."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known: dict[Any, tuple[Any, ...]] = {}
+        self.draws = False
+
+
+def _scaled(outcome: Outcome, size: tuple[int, int], small: tuple[int, int]) -> Outcome:
+    """The outcome for an input of `size`, from the one for `small`."""
+    rows, columns = (
+        cells * here // there for cells, here, there in zip(outcome.shape[-2:], size, small, strict=True)
+    )
+    return replace(outcome, shape=(*outcome.shape[:-2], rows, columns))
+
+
 class _DrawLog(TorchDispatchMode):
     """Notes the random operations that pass."""
 
@@ -199,11 +256,18 @@ class _DrawLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs):
             if kwargs.get("generator") is not None:
                 raise UnsupportedError(f"the network draws from a generator of its own ({func}), not the default one")
             self.draws.append(Draw(func, args, kwargs))
         return func(*args, **kwargs)
+
+
+def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention is marked as drawing at random for the sake of a dropout that is mostly 0."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 
 def _lists_in(values: Any) -> list[list[Any]]:

@@ -49,7 +49,8 @@ def record(vae: Any, half: Half, family: Family | None, plain: Callable[[], obje
     Raises UnsupportedError when the loop needs the values of a result while it still makes calls.
     """
     network = network_of(vae, half)
-    recorder = _Recorder(network, family)
+    unit = None if family is None else 1 if half == "decode" else family.ratio(vae)
+    recorder = _Recorder(network, family, unit)
     with ExitStack() as stack:
         stack.enter_context(patched(network, forward=recorder.forward))
         if family is not None:
@@ -61,7 +62,7 @@ def record(vae: Any, half: Half, family: Family | None, plain: Callable[[], obje
         except HalotileError:
             raise
         except Exception as error:
-            if not recorder.calls:
+            if family is not None or not recorder.calls:
                 raise
             raise UnsupportedError(
                 f"the loop of {type(vae).__name__} cannot be recorded: it needs the values of a result before it has "
@@ -86,11 +87,11 @@ def _keep_second(a: torch.Tensor, b: torch.Tensor, *extent: object, **dims: obje
 class _Recorder:
     """The stand-in for a network's `forward`."""
 
-    def __init__(self, network: nn.Module, family: Family | None) -> None:
+    def __init__(self, network: nn.Module, family: Family | None, unit: int | None) -> None:
         self.carries = family is not None and family.carries is not None
         # stand-ins on the meta device cost nothing, and show when a result is needed too early
         self.on_meta = family is None or family.record_on == "meta"
-        self.foresight = Foresight(network, self.carries)
+        self.foresight = Foresight(network, self.carries, unit)
         self.calls: list[NetworkCall] = []
         self.chain_of: list[int] = []
         self.lists: dict[int, tuple[list[Any], int]] = {}

@@ -74,8 +74,9 @@ def run_call(
         if progress is not None and ranks.rank == options.driver and total:
             progress(min(done, total), total)
 
-    with Call(ranks, show) as call, torch.no_grad(), ExitStack() as stack:
+    with Call(ranks, show) as call, ExitStack() as stack:
         tensor = check_input(x, half)
+        stack.enter_context(torch.no_grad())
         receivers = options.receivers(ranks)
         tile, reason = _choose(vae, half, options, ranks)
         family = family_of(vae)
@@ -94,7 +95,8 @@ def run_call(
         dealt: Dealt | None = None
         if tile:
             try:
-                dealt = deal_loop(vae, half, family, ranks, options.scheduler, plain)
+                with call.shared_fate():
+                    dealt = deal_loop(vae, half, family, ranks, options.scheduler, plain)
             except UnsupportedError as error:
                 if options.strategy != "auto":
                     raise

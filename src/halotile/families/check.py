@@ -41,7 +41,7 @@ def check_loop(vae: Any, half: Half, shape: tuple[int, ...]) -> dict[str, int]:
         fault = loop.fault()
         if fault is not None:
             raise PlanError(f"{name} cannot {half} {_size(shape)}: {fault}")
-        if loop.thinnest < family.min_tile_lat:
+        if loop.thinnest < family.min_tile_lat(vae, half):
             mended |= _thicker(vae, family, loop, name)
     return mended
 
@@ -128,14 +128,14 @@ def _thicker(vae: Any, family: Family, loop: AxisLoop, name: str) -> dict[str, i
     key = f"tile_sample_stride_{loop.axis}"
     unit = family.ratio(vae) // family.layout.patch(vae)
     step = 1 if loop.half == "decode" else unit
-    least = family.min_tile_lat * step
+    least = family.min_tile_lat(vae, loop.half) * step
     if loop.window >= loop.length:
         return {key: int(getattr(vae, f"tile_sample_min_{loop.axis}"))}
     for stride in range(loop.stride, 0, -step):
         if min(loop.window, loop.length - range(0, loop.length, stride)[-1]) >= least:
             return {key: stride * unit if loop.half == "decode" else stride}
     raise PlanError(
-        f"{name} needs tiles of at least {family.min_tile_lat} latents, and no stride up to {loop.stride} leaves the "
+        f"{name} needs tiles of at least {least // step} latents, and no stride up to {loop.stride} leaves the "
         f"last tile of {loop.length} along {loop.axis} that large"
     )
 

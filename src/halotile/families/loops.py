@@ -60,12 +60,12 @@ class AxisLoop:
         asked = f"{self.half} along {self.axis}: window {self.window_set}, stride {self.stride_set}"
         if self.window < 1 or self.stride < 1:
             return f"{asked} make tiles of {self.window} cells every {self.stride}; both must be at least 1"
+        if self.stride > self.window < self.length:
+            return f"{asked}: the stride exceeds the window, so the rows between two tiles would be lost"
         if len(self.starts) == 1:
-            if self.kept < self.out(min(self.length, self.window)):
+            if self.kept < self.out(self.length):
                 return f"{asked} keep {self.kept} of the {self.out(self.length)} rows of the only tile"
             return None
-        if self.stride > self.window:
-            return f"{asked}: the stride exceeds the window, so the rows between two tiles would be lost"
         unit = "latent" if self.half == "decode" else "pixel"
         if self.kept != self.out(self.stride) or (self.half == "encode" and self.stride % self.ratio):
             return (

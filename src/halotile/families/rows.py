@@ -28,7 +28,7 @@ class Family:
     """One autoencoder class.
 
     ratio: pixels a latent along height and width.
-    min_tile_lat: the thinnest tile that the network takes, in latents.
+    min_tile_lat: the thinnest tile that the network of a half takes, in latents.
     temporal: the names of the attributes of a loop over frames, when the class has one.
     carries: the method that clears state which the class keeps on its modules from call to call.
     record_on: where stand-ins for results live while a loop is recorded.
@@ -40,7 +40,7 @@ class Family:
     name: str
     layout: Layout
     ratio: Callable[[Any], int]
-    min_tile_lat: int = 1
+    min_tile_lat: Callable[[Any, Half], int] = lambda vae, half: 1
     temporal: Temporal | None = None
     carries: str | None = None
     record_on: Literal["meta", "zeros"] = "meta"
@@ -127,6 +127,11 @@ def _mochi_framewise(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | N
     return f"{flag} is set, and its own frame-wise {half} crashes" if getattr(vae, flag, False) else None
 
 
+def _two_to_reflect(vae: Any, half: Half) -> int:
+    """Reflect padding by one cell needs two; released decoders reflect, encoders pad with zeros."""
+    return 2 if vae.config[f"{half[:-1]}er_spatial_padding_mode"] == "reflect" else 1
+
+
 _LTX = Temporal("use_framewise_decoding", "use_framewise_decoding")  # its encode reads the flag for decoding
 _LTX_BLENDS = ("blend_v", "blend_h", "blend_t")
 
@@ -152,12 +157,11 @@ _ROWS = (
     ),
     # zip is missing in its slicing with temb
     Family("AutoencoderKLLTXVideo", AxisStride(), _SPATIAL, temporal=_LTX, blends=_LTX_BLENDS, own_slicing=False),
-    # reflect padding of one cell needs two
     Family(
         "AutoencoderKLLTX2Video",
         AxisStride(),
         _SPATIAL,
-        min_tile_lat=2,
+        min_tile_lat=_two_to_reflect,
         temporal=_LTX,
         blends=_LTX_BLENDS,
         own_slicing=False,

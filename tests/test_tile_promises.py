@@ -1,0 +1,436 @@
+"""The promises of DESIGN.md, section 6, for dealt tile loops, each on real ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import tiled
+import torch
+from ranks import run_ranks, run_world
+
+import halotile
+from halotile.errors import (
+    GradientError,
+    MembershipError,
+    MismatchError,
+    MissingRankError,
+    PlanError,
+    RemoteRankError,
+    UnsupportedError,
+)
+
+KL = "AutoencoderKL"
+
+
+def _decode(group, name=KL, x=None, vae=None, **options):
+    vae = vae or tiled.build_tiled(name)
+    with torch.no_grad():
+        return halotile.decode(vae, tiled.tiled_input(name, "decode") if x is None else x, group, "tile", **options)
+
+
+def _expected(name=KL, half="decode", **size):
+    with torch.no_grad():
+        return tiled.call(tiled.build_tiled(name), name, half, tiled.tiled_input(name, half, **size))
+
+
+# --- validate before you communicate
+
+
+def _refused_everywhere(group):
+    vae = tiled.build_tiled("AutoencoderKLWan_2.1")
+    vae.tile_sample_stride_height = 100
+    x = tiled.tiled_input("AutoencoderKLWan_2.1", "decode")
+    handle = halotile.parallelize(vae, group, strategy="tile")
+    before = handle.ranks.counters.snapshot()
+    with pytest.raises(PlanError, match=r"stride 100 px"):
+        vae.decode(x)
+    assert handle.ranks.counters.since(before).collectives == 0
+    vae.tile_sample_stride_height = 32
+    return vae.decode(x).sample
+
+
+def test_an_impossible_request_is_refused_on_every_rank_without_traffic_and_the_next_call_works() -> None:
+    expected = _expected("AutoencoderKLWan_2.1")
+    assert all(torch.equal(out, expected) for out in run_ranks(_refused_everywhere, 3))
+
+
+# --- handshake
+
+
+def _mismatch(group, what):
+    rank = torch.distributed.get_rank(group)
+    vae = tiled.build_tiled(KL)
+    x = tiled.tiled_input(KL, "decode", height=10 + 4 * (rank if what == "heights" else 0))
+    if what == "dtypes" and rank == 1:
+        x = x.double()
+    if what == "plans" and rank == 1:
+        halotile.families.set_window(vae, 64, 48)
+    if what == "halves" and rank == 1:
+        with pytest.raises(MismatchError) as caught:
+            halotile.encode(vae, tiled.tiled_input(KL, "encode"), group, "tile")
+    else:
+        with pytest.raises(MismatchError) as caught:
+            _decode(group, x=x, vae=vae, timeout_s=30)
+    return str(caught.value), _decode(group)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("heights", ["(1, 4, 10, 7)", "(1, 4, 14, 7)", "rank 0", "rank 1"]),
+        ("dtypes", ["torch.float32", "torch.float64"]),
+        ("plans", ["plan: rank 0 has", "chains"]),
+        ("halves", ["half: rank 0 has decode, rank 1 has encode"]),
+    ],
+)
+def test_ranks_that_disagree_all_raise_before_any_work_and_can_go_on(what: str, said: list[str]) -> None:
+    expected = _expected()
+    for message, out in run_ranks(_mismatch, 2, what):
+        assert all(part in message for part in said), message
+        assert torch.equal(out, expected)
+
+
+def _refused_on_one(group):
+    rank = torch.distributed.get_rank(group)
+    vae = tiled.build_tiled(KL)
+    if rank == 1:
+        vae.tile_overlap_factor = 0.3
+    started = time.monotonic()
+    with pytest.raises(PlanError if rank == 1 else RemoteRankError, match="stride and crop disagree"):
+        _decode(group, vae=vae)
+    return time.monotonic() - started, _decode(group)
+
+
+def test_a_refusal_on_one_rank_does_not_leave_the_others_waiting() -> None:
+    expected = _expected()
+    for seconds, out in run_ranks(_refused_on_one, 3):
+        assert seconds < 30
+        assert torch.equal(out, expected)
+
+
+def _one_rank_only(group):
+    if torch.distributed.get_rank(group) == 0:
+        with pytest.raises(MissingRankError, match=r"ranks 1 \(global rank 2\), 2 \(global rank 3\)"):
+            _decode(group, timeout_s=2)
+    else:
+        # comes late, to a call that was given up
+        time.sleep(4)
+        with pytest.raises(MissingRankError, match="waited 2 s"):
+            _decode(group)
+    return _decode(group)
+
+
+def test_who_does_not_come_is_named_and_the_group_recovers() -> None:
+    expected = _expected()
+    assert all(torch.equal(out, expected) for out in run_ranks(_one_rank_only, 3, members=(1, 2, 3)))
+
+
+# --- fail together
+
+
+class _BrokenTileError(Exception):
+    pass
+
+
+def _tile_raises(group, name, half, where):
+    rank = torch.distributed.get_rank(group)
+    vae = tiled.build_tiled(name)
+    x = tiled.tiled_input(name, half)
+    network = vae.decoder if half == "decode" else vae.encoder
+
+    def broken(module, args, output):
+        # a stand-in that is only recorded has no values to check
+        if rank == where and (output[0] if isinstance(output, tuple) else output).device.type != "meta":
+            raise _BrokenTileError("the tile is broken")
+
+    outcomes = []
+    with torch.no_grad(), halotile.parallelize(vae, group, strategy="tile"):
+        for broken_now in (True, False, True, False):
+            hook = network.register_forward_hook(broken) if broken_now else None
+            started = time.monotonic()
+            try:
+                outcomes.append(tiled.call(vae, name, half, x + (0 if broken_now else 1)))
+            except RemoteRankError as error:
+                assert time.monotonic() - started < 60
+                outcomes.append((error.rank, error.kind, error.remote_message, str(error)))
+            if hook is not None:
+                hook.remove()
+    return outcomes
+
+
+@pytest.mark.parametrize("name", [KL, "AutoencoderKLWan_2.1", "AutoencoderKLMagvit", "AutoencoderKLCogVideoX"])
+def test_a_rank_that_raises_makes_all_raise_and_nothing_of_it_enters_the_next_call(name: str) -> None:
+    vae = tiled.build_tiled(name)
+    with torch.no_grad():
+        expected = tiled.call(vae, name, "decode", tiled.tiled_input(name, "decode") + 1)
+    for outcomes in run_ranks(_tile_raises, 3, name, "decode", 1):
+        for failed in (outcomes[0], outcomes[2]):
+            assert failed[:3] == (1, "_BrokenTileError", "the tile is broken")
+            assert "rank 1" in failed[3]
+        assert torch.equal(outcomes[1], expected)
+        assert torch.equal(outcomes[3], expected)
+
+
+def _raises_at_once(group):
+    """Rank 2 raises in its first tile; the others have tiles of half a second left, and should not do them all."""
+    rank = torch.distributed.get_rank(group)
+    vae = tiled.build_tiled(KL)
+    halotile.families.set_window(vae, 16, 16)
+    vae.decoder.register_forward_pre_hook(lambda module, args: time.sleep(0.05))
+
+    def broken(module, args, output):
+        if rank == 2 and output.device.type != "meta":
+            raise _BrokenTileError
+
+    vae.decoder.register_forward_hook(broken)
+    started = time.monotonic()
+    with pytest.raises(RemoteRankError, match="rank 2"):
+        _decode(group, vae=vae, x=torch.zeros(1, 4, 32, 32))
+    return time.monotonic() - started
+
+
+def test_the_others_stop_at_their_next_tile() -> None:
+    # 256 tiles: recording them takes 13 s of these sleeps, the rest of the work would take 4 s on each of three ranks
+    assert max(run_ranks(_raises_at_once, 3)) < 16
+
+
+# --- group-local ranks
+
+
+def _subgroup(group, deliver, driver):
+    return _decode(group, deliver=deliver, driver=driver)
+
+
+@pytest.mark.parametrize("members", [(2, 3), (1, 3), (1, 2, 3)])
+def test_subgroups_without_global_rank_0(members: tuple[int, ...]) -> None:
+    expected = _expected()
+    results = run_ranks(_subgroup, len(members), "all", 0, members=members)
+    assert all(torch.equal(out, expected) for out in results)
+    results = run_ranks(_subgroup, len(members), "driver", 1, members=members)
+    assert [out is None for out in results] == [rank != 1 for rank in range(len(members))]
+    assert torch.equal(results[1], expected)
+
+
+def _others_do_nothing_or_are_turned_away(_):
+    group = torch.distributed.new_group([1, 2])
+    rank = torch.distributed.get_rank()
+    if rank in (1, 2):
+        return _decode(group)
+    if rank == 3:
+        with pytest.raises(MembershipError, match="not a member"):
+            _decode(group)
+        vae = tiled.build_tiled(KL)
+        with pytest.raises(MembershipError, match="not a member"):
+            halotile.enable_tiling(vae, process_group=group)
+    return None
+
+
+def test_outsiders_are_turned_away() -> None:
+    expected = _expected()
+    results = run_world(_others_do_nothing_or_are_turned_away)
+    assert torch.equal(results[1], expected)
+    assert torch.equal(results[2], expected)
+
+
+def _world(_):
+    return _decode(None)
+
+
+def test_no_group_means_the_default_group() -> None:
+    assert all(torch.equal(out, _expected()) for out in run_world(_world))
+
+
+# --- delivery
+
+
+def _delivered(group, half, deliver):
+    vae = tiled.build_tiled(KL)
+    fn = halotile.decode if half == "decode" else halotile.encode
+    with halotile.parallelize(vae, group, strategy="tile", deliver=deliver, driver=2) as handle:
+        whole = getattr(vae, half)(tiled.tiled_input(KL, half))
+        as_tuple = getattr(vae, half)(tiled.tiled_input(KL, half), return_dict=False)
+        report = handle.report
+    out = fn(vae, tiled.tiled_input(KL, half), group, "tile", deliver=deliver, driver=2)
+    fields = (getattr(whole, "sample", None), getattr(whole, "latent_dist", None))
+    return out, [field is None for field in fields], as_tuple[0] is None, report
+
+
+@pytest.mark.parametrize("half", ["decode", "encode"])
+def test_a_driver_alone_gets_the_result_and_the_others_receive_nothing(half: str) -> None:
+    expected = _expected(half=half)
+    results = run_ranks(_delivered, 3, half, "driver")
+    for rank, (out, empty_fields, empty_tuple, report) in enumerate(results):
+        assert (out is None) == (rank != 2)
+        assert all(empty_fields) == empty_tuple == (rank != 2)
+        assert report.messages == (1 if rank != 2 else 0)
+    assert torch.equal(results[2][0], expected)
+
+
+@pytest.mark.parametrize("half", ["decode", "encode"])
+def test_sharded_delivery_leaves_each_rank_its_rows(half: str) -> None:
+    expected = _expected(half=half)
+    results = run_ranks(_delivered, 3, half, "sharded")
+    assert torch.equal(torch.cat([out for out, *_ in results], dim=-2), expected)
+    for rank, (out, _, _, report) in enumerate(results):
+        assert report.extents[rank] == out.shape[-2]
+
+
+# --- fewer tiles than ranks
+
+
+def _few(group, width):
+    vae = tiled.build_tiled(KL)
+    x = tiled.tiled_input(KL, "decode", height=6, width=width)
+    with halotile.parallelize(vae, group, strategy="tile") as handle:
+        return vae.decode(x).sample, handle.report.tiles
+
+
+@pytest.mark.parametrize(("width", "tiles"), [(5, 1), (7, 2)])
+def test_one_or_two_tiles_over_four_ranks(width: int, tiles: int) -> None:
+    expected = _expected(height=6, width=width)
+    for out, count in run_ranks(_few, 4, width):
+        assert torch.equal(out, expected)
+        assert count == tiles or tiles == 2  # a height of 6 is one row of tiles or two, as the loop has it
+
+
+# --- inference only, dtype
+
+
+def test_gradients_are_refused_and_parameters_that_have_them_do_not_matter() -> None:
+    vae = tiled.build_tiled(KL).requires_grad_(True)
+    x = tiled.tiled_input(KL, "decode")
+    expected = _expected()
+    with pytest.raises(GradientError, match="inference"):
+        halotile.decode(vae, x.clone().requires_grad_(True), strategy="tile")
+    with torch.no_grad():
+        assert torch.equal(halotile.decode(vae, x.clone().requires_grad_(True), strategy="tile"), expected)
+    out = halotile.decode(vae, x, strategy="tile")
+    assert torch.equal(out, expected)
+    assert not out.requires_grad
+
+
+def _dtypes(group, name, half, kind):
+    vae = tiled.build_tiled(name)
+    x = tiled.tiled_input(name, half, batch=2)
+    if kind != "autocast":
+        vae = vae.to(torch.bfloat16)
+    if kind == "bfloat16":
+        x = x.bfloat16()
+    with torch.inference_mode():
+        handle = halotile.parallelize(vae, group, strategy="tile")
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            out = tiled.call(vae, name, half, x)
+        handle.remove()
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            plain = tiled.call(vae, name, half, x if kind == "autocast" else x.bfloat16())
+    return out, plain.to(x.dtype), x.dtype
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32 picture, bfloat16 VAE", "autocast"])
+@pytest.mark.parametrize("name", [KL, "AutoencoderKLWan_2.2", "AutoencoderTiny", "AutoencoderDC"])
+@pytest.mark.parametrize("half", ["decode", "encode"])
+def test_dtype_in_is_dtype_out_at_batch_2_under_inference_mode(name: str, half: str, kind: str) -> None:
+    for out, plain, dtype in run_ranks(_dtypes, 2, name, half, kind):
+        assert out.dtype == dtype
+        assert torch.equal(out, plain)
+
+
+def _vae_changes_dtype(group):
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode")
+    first = _decode(group, vae=vae, x=x)
+    second = _decode(group, vae=vae.to(torch.bfloat16), x=x.bfloat16())
+    third = _decode(group, vae=vae.to(torch.float64), x=x.double())
+    return first.dtype, second.dtype, third.dtype
+
+
+def test_a_vae_may_change_its_dtype_between_calls() -> None:
+    assert run_ranks(_vae_changes_dtype, 2)[1] == (torch.float32, torch.bfloat16, torch.float64)
+
+
+# --- no state leaks
+
+
+def _state(vae):
+    own = {key: value for key, value in vars(vae).items() if not key.startswith(("_parameters", "_modules"))}
+    return {key: repr(value) for key, value in own.items() if key not in ("_feat_map", "_enc_feat_map")}
+
+
+@pytest.mark.parametrize(("name", "half"), [c for c in tiled.CASES if c[0] != "AutoencoderKLHunyuanVideo15"])
+def test_a_call_leaves_the_vae_as_it_was(name: str, half: str) -> None:
+    vae = tiled.build_tiled(name)
+    x = tiled.tiled_input(name, half)
+    vae.use_tiling = False
+    network = vae.decoder if half == "decode" else vae.encoder
+    with torch.no_grad():
+        tiled.call(vae, name, half, tiled.tiled_input(name, half, width=4))
+    before, parts = _state(vae), {key: set(vars(part)) for key, part in vae.named_modules()}
+    with torch.no_grad(), halotile.parallelize(vae, strategy="tile", halves=(half,)) as handle:
+        tiled.call(vae, name, half, x)
+        assert handle.report.tiles > 1
+        network.register_forward_pre_hook(_raise)
+        with pytest.raises(RemoteRankError, match="stop here"):
+            tiled.call(vae, name, half, x)
+        network._forward_pre_hooks.clear()
+    assert _state(vae) == before
+    assert {key: set(vars(part)) for key, part in vae.named_modules()} == parts
+
+
+def _raise(module, args):
+    if args[0].device.type != "meta" and "forward" not in vars(module):
+        raise ValueError("stop here")
+
+
+def test_magvit_does_not_keep_frames_of_a_call_that_failed() -> None:
+    name = "AutoencoderKLMagvit"
+    vae = tiled.build_tiled(name)
+    x = tiled.tiled_input(name, "decode")
+    expected = _expected(name)
+    hook = vae.decoder.up_blocks[-1].register_forward_hook(lambda module, args, out: 1 / 0)
+    with torch.no_grad(), halotile.parallelize(vae, strategy="tile"):
+        with pytest.raises(RemoteRankError, match="ZeroDivisionError"):
+            vae.decode(x)
+        hook.remove()
+        assert torch.equal(vae.decode(x).sample, expected)
+    with torch.no_grad():
+        assert torch.equal(vae.decode(x).sample, expected)
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"strategy": "shard"}, UnsupportedError, "shard"),
+        ({"strategy": "hybrid"}, UnsupportedError, "hybrid"),
+        ({"strategy": "tiles"}, PlanError, "tiles"),
+        ({"deliver": "everyone"}, PlanError, "everyone"),
+        ({"scheduler": "random"}, PlanError, "random"),
+        ({"halves": ("decode", "both")}, PlanError, "both"),
+        ({"halves": ()}, PlanError, "halves"),
+        ({"tiling": object()}, UnsupportedError, "tiling"),
+        ({"driver": 1}, MembershipError, "driver=1"),
+        ({"timeout_s": 0}, PlanError, "timeout_s"),
+        ({"group": object()}, MembershipError, "not initialised"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(options, error, said) -> None:
+    vae = tiled.build_tiled(KL)
+    with pytest.raises(error, match=said):
+        halotile.parallelize(vae, **options)
+    assert "decode" not in vars(vae)
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (torch.zeros(4, 10, 7), "B C H W"),
+        (torch.zeros(1, 4, 0, 7), "no empty dim"),
+        (torch.zeros(1, 4, 10, 7, dtype=torch.int64), "floating"),
+        ([[0.0]], "torch.Tensor"),
+    ],
+)
+def test_inputs_that_cannot_be_are_refused(x, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        halotile.decode(tiled.build_tiled(KL), x, strategy="tile")
