@@ -43,7 +43,7 @@ DEFECTS = [
     ),
     ("AutoencoderDC", {"tile_sample_stride_height": 400}, "decode", (1, 8, 32, 32), PlanError, ["400", "384"]),
     ("AutoencoderKLWan_2.1", {"tile_sample_stride_height": 100}, "decode", (1, 4, 3, 40, 40), PlanError, ["100", "96"]),
-    ("AutoencoderKLWan_2.1", {"tile_sample_stride_width": 100}, "encode", (1, 3, 9, 320, 320), PlanError, ["100", "12.5"]),
+    ("AutoencoderKLWan_2.1", {"tile_sample_stride_width": 100}, "encode", (1, 3, 9, 320, 320), PlanError, ["12.5"]),
     (
         "AutoencoderKLHunyuanVideo15", {"tile_sample_min_height": 128}, "decode", (1, 8, 2, 40, 10), PlanError,
         ["128", "192", "96"],
@@ -60,9 +60,9 @@ DEFECTS = [
         "AutoencoderKLMiniMaxH3", {"tile_sample_min_overlap_width": 60}, "decode", (1, 8, 7, 20, 20), PlanError,
         ["60", "196"],
     ),
-    ("AutoencoderKLMochi", {"use_framewise_decoding": True}, "decode", (1, 4, 2, 40, 40), UnsupportedError, ["crashes"]),
+    ("AutoencoderKLMochi", {"use_framewise_decoding": True}, "decode", (1, 4, 2, 40, 9), UnsupportedError, ["crashes"]),
     # stored strides of 192 and a window set without them (G2), a stride beyond the window (G9)
-    ("AutoencoderKLWan_2.1", {"tile_sample_min_height": 64}, "decode", (1, 4, 3, 32, 32), PlanError, ["64", "192", "lost"]),
+    ("AutoencoderKLWan_2.1", {"tile_sample_min_height": 64}, "decode", (1, 4, 3, 32, 32), PlanError, ["64", "192"]),
     ("AutoencoderKLWan_2.1", {"tile_sample_stride_height": 320}, "decode", (1, 4, 3, 99, 9), PlanError, ["256", "320"]),
     ("AutoencoderKLLTX2Video", {"tile_sample_stride_width": 0}, "decode", (1, 8, 2, 20, 20), PlanError, ["at least 1"]),
     (

@@ -27,7 +27,11 @@ class Piece:
 
 
 def deliver_pieces(
-    made: Mapping[int, torch.Tensor], pieces: Sequence[Piece], ranks: Ranks, receivers: Sequence[int], device: torch.device
+    made: Mapping[int, torch.Tensor],
+    pieces: Sequence[Piece],
+    ranks: Ranks,
+    receivers: Sequence[int],
+    device: torch.device,
 ) -> dict[int, torch.Tensor]:
     """Every piece on every one of `receivers`; nothing on the other ranks.
 
@@ -37,7 +41,9 @@ def deliver_pieces(
     """
     for index, tensor in made.items():
         planned = pieces[index]
-        assert tuple(tensor.shape) == planned.shape, f"piece {index}: planned {planned.shape}, got {tuple(tensor.shape)}"
+        assert tuple(tensor.shape) == planned.shape, (
+            f"piece {index}: planned {planned.shape}, got {tuple(tensor.shape)}"
+        )
         assert tensor.dtype == planned.dtype, f"piece {index}: planned {planned.dtype}, got {tensor.dtype}"
     sends: list[Message] = []
     for dtype, indices in _by_dtype(pieces, ranks.rank):
@@ -59,7 +65,7 @@ def deliver_pieces(
     while landing:
         _, indices, buffer = landing.pop()
         sizes = [pieces[index].numel for index in indices]
-        for index, values in zip(indices, buffer.split(sizes), strict=True):
+        for index, values in zip(indices, torch.split(buffer, sizes), strict=True):
             out[index] = values.clone().reshape(pieces[index].shape)
     return out
 

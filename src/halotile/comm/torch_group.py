@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class TorchTransport:
     """A process group's transport. Use `TorchTransport.of`: calls are numbered, so a group has just one."""
 
-    _of_group: WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = WeakKeyDictionary()
+    _of_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, TorchTransport]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -126,7 +127,7 @@ class StoreBoard:
         prefix = f"halotile/{group.group_name}/{members}"
         # a program may end its groups and make others of the same name over the same store: torchrun keeps one
         life = default.add(f"{prefix}/lives/{dist.get_rank(group)}", 1)
-        self._store = dist.PrefixStore(f"{prefix}/{life}", default)
+        self._store = distributed_c10d.PrefixStore(f"{prefix}/{life}", default)
         self._store.set_timeout(timedelta(seconds=60))
 
     def set(self, key: str, value: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,7 @@ class Dealt:
     def pieces(self) -> list[Piece]:
         """The results, in the order of the calls."""
         owner_of = {
-            index: owner
-            for chain, owner in zip(self.recording.chains, self.owners, strict=True)
-            for index in chain
+            index: owner for chain, owner in zip(self.recording.chains, self.owners, strict=True) for index in chain
         }
         return [
             Piece(owner_of[index], call.outcome.shape, call.outcome.dtype)
@@ -60,13 +58,19 @@ def deal_loop(
 
 
 def run_dealt(
-    vae: Any, half: Half, family: Family | None, dealt: Dealt, call: Call, receivers: Sequence[int],
-    device: torch.device, plain: Callable[[], object],
+    vae: Any,
+    half: Half,
+    family: Family | None,
+    dealt: Dealt,
+    call: Call,
+    receivers: Sequence[int],
+    device: torch.device,
+    plain: Callable[[], object],
 ) -> object:
     """Run this rank's calls, deliver the results to `receivers`, and there let the VAE's own loop blend them.
 
     Returns what `plain` returns, bit for bit what it would have without any of this; None on other ranks.
-    """  # fmt: skip
+    """
     network = network_of(vae, half)
     clear = getattr(vae, family.carries) if family is not None and family.carries is not None else None
     noise = Noise.of(dealt.recording.calls, call.ranks, device)
@@ -83,10 +87,14 @@ def run_dealt(
 
 
 def _run_chain(
-    network: nn.Module, calls: Sequence[NetworkCall], chain: Sequence[int], clear: Callable[[], object] | None,
-    noise: Noise, piece_done: Callable[[], None],
+    network: nn.Module,
+    calls: Sequence[NetworkCall],
+    chain: Sequence[int],
+    clear: Callable[[], object] | None,
+    noise: Noise,
+    piece_done: Callable[[], None],
 ) -> dict[int, torch.Tensor]:
-    """Run one chain's calls in order, with caches of its own."""  # fmt: skip
+    """Run one chain's calls in order, with caches of its own."""
     lists: dict[int, list[Any]] = {}
     companions: dict[tuple[int, int], Any] = {}
 
@@ -119,10 +127,14 @@ def _run_chain(
 
 
 def _replay(
-    network: nn.Module, vae: Any, family: Family | None, recording: Recording, results: dict[int, torch.Tensor],
+    network: nn.Module,
+    vae: Any,
+    family: Family | None,
+    recording: Recording,
+    results: dict[int, torch.Tensor],
     plain: Callable[[], object],
 ) -> object:
-    """Run the VAE's own loop again; each call of its network returns its finished result, and drops it here."""  # fmt: skip
+    """Run the VAE's own loop again; each call of its network returns its finished result, and drops it here."""
     served = 0
 
     def forward(*args: object, **kwargs: object) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -89,14 +89,14 @@ class Foresight:
     """Outcomes of calls of one network; equal calls (same shapes, same past) are worked out once.
 
     `unit` is for families that halotile knows: the network's results scale exactly with the height and width of its
-    inputs, in steps of `unit` cells, so one small size is worked out for all. Shapes are checked again when the calls have run. The memory is
-    kept with the network, so that a second decode foresees nothing anew.
+    inputs, in steps of `unit` cells, so one small size is worked out for all. Shapes are checked again when the calls
+    have run. The memory is kept with the network, so that a second decode foresees nothing anew.
 
     Raises UnsupportedError when the network cannot be followed without data (a branch on values, say), and for what
     goes wrong in the network of a known family whatever it raises itself.
     """
 
-    _of_network: WeakKeyDictionary[nn.Module, dict[Any, _Memory]] = WeakKeyDictionary()
+    _of_network: ClassVar[WeakKeyDictionary[nn.Module, dict[Any, _Memory]]] = WeakKeyDictionary()
 
     def __init__(self, network: nn.Module, carries: bool, unit: int | None) -> None:
         self.carries = carries
@@ -241,17 +241,15 @@ class _Memory:
 
 def _scaled(outcome: Outcome, size: tuple[int, int], small: tuple[int, int]) -> Outcome:
     """The outcome for an input of `size`, from the one for `small`."""
-    rows, columns = (
-        cells * here // there for cells, here, there in zip(outcome.shape[-2:], size, small, strict=True)
-    )
+    rows, columns = (cells * here // there for cells, here, there in zip(outcome.shape[-2:], size, small, strict=True))
     return replace(outcome, shape=(*outcome.shape[:-2], rows, columns))
 
 
-class _DrawLog(TorchDispatchMode):
+class _DrawLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the random operations that pass."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

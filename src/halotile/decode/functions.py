@@ -17,28 +17,46 @@ from halotile.planning import Scheduler
 
 
 def decode(
-    vae: Any, latents: torch.Tensor, group: dist.ProcessGroup | Ranks | None = None, strategy: Strategy = "auto",
-    tiling: None = None, deliver: Deliver = "all", driver: int = 0, *, scheduler: Scheduler = "balanced",
-    timeout_s: float = DEFAULT_TIMEOUT_S, progress: Progress | None = None, **own: Any,
+    vae: Any,
+    latents: torch.Tensor,
+    group: dist.ProcessGroup | Ranks | None = None,
+    strategy: Strategy = "auto",
+    tiling: None = None,
+    deliver: Deliver = "all",
+    driver: int = 0,
+    *,
+    scheduler: Scheduler = "balanced",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    progress: Progress | None = None,
+    **own: Any,
 ) -> torch.Tensor | None:
     """Decode `latents` (`B C H W` or `B C F H W`) over the ranks of `group`; every rank passes the same latents.
 
     Returns the sample in the dtype of `latents`, or None on a rank that is to have nothing. `own` goes to the VAE's
     `decode` (`temb`, say). For the rest, and for what is raised, see `parallelize`.
-    """  # fmt: skip
+    """
     return _once(vae, "decode", latents, own, group, strategy, deliver, tiling, scheduler, driver, timeout_s, progress)
 
 
 def encode(
-    vae: Any, pixels: torch.Tensor, group: dist.ProcessGroup | Ranks | None = None, strategy: Strategy = "auto",
-    tiling: None = None, deliver: Deliver = "all", driver: int = 0, *, scheduler: Scheduler = "balanced",
-    timeout_s: float = DEFAULT_TIMEOUT_S, progress: Progress | None = None, **own: Any,
+    vae: Any,
+    pixels: torch.Tensor,
+    group: dist.ProcessGroup | Ranks | None = None,
+    strategy: Strategy = "auto",
+    tiling: None = None,
+    deliver: Deliver = "all",
+    driver: int = 0,
+    *,
+    scheduler: Scheduler = "balanced",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    progress: Progress | None = None,
+    **own: Any,
 ) -> torch.Tensor | None:
     """Encode `pixels` (`B C H W` or `B C F H W`, -1 to 1) over the ranks of `group`.
 
     Returns the latents, of a posterior its mode, in the dtype of `pixels`; None on a rank that is to have nothing. To
     get the posterior itself, `parallelize` the VAE and call its own `encode`.
-    """  # fmt: skip
+    """
     return _once(vae, "encode", pixels, own, group, strategy, deliver, tiling, scheduler, driver, timeout_s, progress)
 
 
@@ -69,8 +87,17 @@ def enable_tiling(vae: Any, process_group: dist.ProcessGroup | Ranks | None = No
 
 
 def _once(
-    vae: Any, half: Half, x: torch.Tensor, own: dict[str, Any], group: dist.ProcessGroup | Ranks | None,
-    strategy: Strategy, deliver: Deliver, tiling: None, scheduler: Scheduler, driver: int, timeout_s: float,
+    vae: Any,
+    half: Half,
+    x: torch.Tensor,
+    own: dict[str, Any],
+    group: dist.ProcessGroup | Ranks | None,
+    strategy: Strategy,
+    deliver: Deliver,
+    tiling: None,
+    scheduler: Scheduler,
+    driver: int,
+    timeout_s: float,
     progress: Progress | None,
 ) -> torch.Tensor | None:
     if handle_of(vae) is not None:
@@ -80,4 +107,4 @@ def _once(
     with parallelize(
         vae, group, strategy, deliver, tiling, scheduler, (half,), driver=driver, timeout_s=timeout_s, progress=progress
     ):
-        return tensor_of(getattr(vae, half)(x, **own))  # fmt: skip
+        return tensor_of(getattr(vae, half)(x, **own))

@@ -20,9 +20,17 @@ HALVES: tuple[Half, ...] = ("decode", "encode")
 
 
 def parallelize(
-    vae: Any, group: dist.ProcessGroup | Ranks | None = None, strategy: Strategy = "auto", deliver: Deliver = "all",
-    tiling: None = None, scheduler: Scheduler = "balanced", halves: Sequence[Half] = HALVES, *, driver: int = 0,
-    timeout_s: float = DEFAULT_TIMEOUT_S, progress: Progress | None = None,
+    vae: Any,
+    group: dist.ProcessGroup | Ranks | None = None,
+    strategy: Strategy = "auto",
+    deliver: Deliver = "all",
+    tiling: None = None,
+    scheduler: Scheduler = "balanced",
+    halves: Sequence[Half] = HALVES,
+    *,
+    driver: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    progress: Progress | None = None,
 ) -> Handle:
     """Let `vae.decode` and `vae.encode` run over the ranks of `group`, wherever they are called from.
 
@@ -45,7 +53,7 @@ def parallelize(
     Raises UnsupportedError (a class or option that cannot be served), PlanError (unknown option), MembershipError. The
     changed methods raise those and GradientError before any traffic, MismatchError, MissingRankError and
     RemoteRankError on every rank.
-    """  # fmt: skip
+    """
     if tiling is not None:
         raise UnsupportedError("tiling= (grids of halotile's own) is not in this version; pass None for the VAE's loop")
     options = Options(strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler)

@@ -54,7 +54,7 @@ def record(vae: Any, half: Half, family: Family | None, plain: Callable[[], obje
     with ExitStack() as stack:
         stack.enter_context(patched(network, forward=recorder.forward))
         if family is not None:
-            stack.enter_context(patched(vae, **{name: _keep_second for name in family.blends}))
+            stack.enter_context(patched(vae, **dict.fromkeys(family.blends, _keep_second)))
             if family.carries is not None:
                 stack.enter_context(patched(vae, **{family.carries: recorder.new_chain}))
         try:
@@ -76,7 +76,9 @@ def network_of(vae: Any, half: Half) -> nn.Module:
     name = "decoder" if half == "decode" else "encoder"
     network = getattr(vae, name, None)
     if not isinstance(network, nn.Module):
-        raise UnsupportedError(f"{type(vae).__name__} has no module named {name!r}, whose calls could be dealt to ranks")
+        raise UnsupportedError(
+            f"{type(vae).__name__} has no module named {name!r}, whose calls could be dealt to ranks"
+        )
     return network
 
 

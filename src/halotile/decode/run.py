@@ -59,14 +59,21 @@ class Options:
 
 
 def run_call(
-    vae: Any, half: Half, original: Callable[..., Any], x: object, args: tuple[Any, ...], kwargs: dict[str, Any],
-    ranks: Ranks, options: Options, progress: Progress | None = None,
+    vae: Any,
+    half: Half,
+    original: Callable[..., Any],
+    x: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ranks: Ranks,
+    options: Options,
+    progress: Progress | None = None,
 ) -> tuple[Any, DecodeReport]:
     """Run `original(x, *args, **kwargs)`, the VAE's own decode or encode, over `ranks`.
 
     Returns what `original` would, in the dtype of `x`, or an output full of None on ranks that are to have nothing; and
     the report. The order is that of DESIGN.md, section 6: check shapes, compare with the other ranks, then work.
-    """  # fmt: skip
+    """
     started, before = time.perf_counter(), ranks.counters.snapshot()
     total = 0
 
@@ -172,10 +179,14 @@ def _choose(vae: Any, half: Half, options: Options, ranks: Ranks) -> tuple[bool,
 
 
 def _plain(
-    vae: Any, half: Half, original: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any, ...],
+    vae: Any,
+    half: Half,
+    original: Callable[..., Any],
+    tensor: torch.Tensor,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Callable[[], Any]:
-    """The VAE's own call, in its own dtype, once cast."""  # fmt: skip
+    """The VAE's own call, in its own dtype, once cast."""
     x = tensor.to(dtype_of(vae, tensor.dtype))
     family, batch = family_of(vae), x.shape[0]
     if family is None or family.own_slicing or not getattr(vae, "use_slicing", False) or batch == 1:

@@ -107,7 +107,9 @@ def _check_exact(name: str, loop: AxisLoop, window_px: int, stride_px: int) -> N
     read = (loop.window, loop.stride) if loop.half == "encode" else (loop.out(loop.window), loop.out(loop.stride))
     # Wan 2.2 counts folded pixels, so compare the shape of the window and not its unit
     if read[0] * stride_px != read[1] * window_px:
-        raise PlanError(f"{name} reads a window of {window_px} px with a stride of {stride_px} px as {read[0]}, {read[1]}")
+        raise PlanError(
+            f"{name} reads a window of {window_px} px with a stride of {stride_px} px as {read[0]}, {read[1]}"
+        )
 
 
 def _check_frames(vae: Any, family: Family, half: Half, shape: tuple[int, ...]) -> None:

@@ -124,7 +124,7 @@ class SquareFactor:
 
     def enters(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> bool:
         size = vae.tile_latent_min_size if half == "decode" else vae.tile_sample_min_size
-        return max(height, width) > size
+        return bool(max(height, width) > size)
 
     def window(self, height_px: int, width_px: int, stride_px: int, ratio: int) -> dict[str, int | float]:
         size = max(height_px, width_px)
@@ -216,7 +216,7 @@ class AxisStride:
 
 @dataclass(frozen=True)
 class AxisMinOverlap:
-    """A window and a least overlap an axis, in pixels; the loop widens the overlaps until its tiles fit (MiniMax-H3)."""
+    """A window and a least overlap an axis, in pixels; the loop widens overlaps until its tiles fit (MiniMax-H3)."""
 
     def axes(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> tuple[AxisLoop, AxisLoop]:
         one, two = (
@@ -249,7 +249,7 @@ class AxisMinOverlap:
 
 @dataclass(frozen=True)
 class SquareMask:
-    """A square window whose results are laid over each other with a ramp mask instead of being cut (AutoencoderTiny)."""
+    """A square window whose results are laid over each other with a ramp mask, and not cut (AutoencoderTiny)."""
 
     def axes(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> tuple[AxisLoop, AxisLoop]:
         window = vae.tile_latent_min_size if half == "decode" else vae.tile_sample_min_size

@@ -71,7 +71,9 @@ _SPATIAL = _attribute("spatial_compression_ratio")
 
 
 def _five_dims_encode(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
-    return "its own tiled_encode unpacks five dims of a picture that has four, and crashes" if half == "encode" else None
+    return (
+        "its own tiled_encode unpacks five dims of a picture that has four, and crashes" if half == "encode" else None
+    )
 
 
 def _magvit_encode(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
