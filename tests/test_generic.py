@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import diffusers
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
 
 import halotile
-from halotile.errors import UnsupportedError
+from halotile.errors import PlanError, UnsupportedError
 
 
 @dataclass
@@ -210,7 +211,37 @@ class OwnGenerator(Plain):
         self.decoder = self.Net()
 
 
+class SetsFlags(Plain):
+    class Net(Network):
+        flip = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.flip = False
+
+        def forward(self, x):
+            return super().forward(-x if self.flip else x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = self.Net()
+
+    def decode(self, z):
+        parts = []
+        for i in range(0, z.shape[-2], 4):
+            self.decoder.flip = i > 0
+            parts.append(self.decoder(z[..., i : i + 4, :]))
+        return Output(torch.cat(parts, -2))
+
+
+class CallsAPart(Plain):
+    def decode(self, z):
+        return Output(torch.cat([self.decoder.conv(z[..., i : i + 4, :]) for i in range(0, z.shape[-2], 4)], -2))
+
+
 REFUSED = [
+    (SetsFlags, "sets flip on its network's modules"),
+    (CallsAPart, "never calls its Network as a whole"),
     (Stateful, "keeps state from call to call on its modules"),
     (Dependent, "given the result of an earlier call"),
     (NeedsValues, "cannot be recorded"),
@@ -244,3 +275,86 @@ def test_auto_decodes_them_serially_and_says_why(kind, said: str) -> None:
         assert torch.equal(out, expected)
         assert report.strategy == "serial"
         assert said in report.reason
+
+
+class LosesRows(Plain):
+    def decode(self, z):
+        return Output(torch.cat([self.decoder(z[..., i : i + 4, :])[..., :6, :] for i in range(0, 20, 4)], -2))
+
+
+def test_a_loop_that_loses_rows_is_refused_with_the_numbers() -> None:
+    with (
+        torch.no_grad(),
+        pytest.raises(PlanError, match="makes 30 rows or columns of 20, but its network makes 8 of 4"),
+    ):
+        halotile.decode(LosesRows().eval(), torch.randn(1, 3, 20, 5), strategy="tile")
+
+
+# --- classes of diffusers beyond the twenty kinds
+
+
+def _more(name: str):
+    torch.manual_seed(0)
+    window = {"tile_sample_min_height": 64, "tile_sample_min_width": 64}
+    latent = {"tile_latent_min_height": 8, "tile_latent_min_width": 8}
+    if name == "AutoencoderKLKVAE":
+        kwargs = {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1, "z_channels": 4, "ch_mult": (1, 1, 2, 2)}
+        attributes, shapes = {"tile_sample_min_size": 64, "tile_latent_min_size": 8}, ((4,), (3,), 8)
+    elif name == "AutoencoderKLQwenImage21":
+        kwargs = {
+            "base_dim": 8, "decoder_base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2, 2, 2], "num_res_blocks": 1,
+            "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4,
+        }  # fmt: skip
+        attributes = {**window, "tile_sample_stride_height": 48, "tile_sample_stride_width": 48}
+        shapes = ((4, 1), (4, 1), 16)
+    elif name == "AutoencoderKLHunyuanImageRefiner":
+        kwargs = {"latent_channels": 8, "block_out_channels": (16, 32, 32, 64, 64), "layers_per_block": 1}
+        attributes, shapes = {}, ((8, 2), (3, 5), 16)
+    elif name == "AutoencoderKLAllegro":
+        kwargs = {"block_out_channels": (16,) * 4, "layers_per_block": 1, "norm_num_groups": 8}
+        attributes, shapes = {"kernel": (8, 64, 64), "stride": (4, 48, 48)}, ((4, 3), (3, 12), 8)
+    elif name.startswith("AutoencoderVidTok"):
+        kwargs = {"ch": 32, "ch_mult": [1, 1, 2, 2], "z_channels": 4, "num_res_blocks": 1}
+        kwargs["is_causal"] = name.endswith("causal")
+        attributes, shapes = {**window, **latent}, ((4, 4), (3, 16), 8)
+    else:
+        kwargs = {
+            "encoder_block_out_channels": (16,) * 4, "decode_block_out_channels": (16,) * 4, "latent_channels": 4,
+            "attention_resolutions": (), "resolution": 64, "num_layers": 1,
+        }  # fmt: skip
+        attributes, shapes = {}, ((4, 2), (3, 9), 8)
+    vae = getattr(diffusers, name.split()[0])(**kwargs).eval().requires_grad_(False)
+    for key, value in {**attributes, "use_tiling": True}.items():
+        setattr(vae, key, value)
+    return vae, shapes
+
+
+def _more_over_ranks(group, name: str, half: str):
+    vae, (latent, pixels, scale) = _more(name)
+    cells = (17 * scale, 13 * scale) if half == "encode" else (17, 13)
+    x = torch.randn(1, *(latent if half == "decode" else pixels), *cells, generator=torch.Generator().manual_seed(0))
+    call = halotile.decode if half == "decode" else halotile.encode
+    with torch.no_grad():
+        out = call(vae, x, group, "tile")
+        return torch.equal(out, call(vae, x, halotile.Ranks.alone(), "serial"))
+
+
+@pytest.mark.parametrize("half", ["decode", "encode"])
+@pytest.mark.parametrize("name", ["AutoencoderKLKVAE", "AutoencoderKLQwenImage21", "AutoencoderVidTok"])
+def test_more_classes_of_diffusers_are_bitwise_equal(name: str, half: str) -> None:
+    assert run_ranks(_more_over_ranks, 2, name, half) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("AutoencoderKLHunyuanImageRefiner", "loses the rest"),
+        ("AutoencoderKLAllegro", "cannot be recorded"),
+        ("AutoencoderVidTok causal", "causal_cache"),
+        ("AutoencoderKLCosmos", "no tile loop of its own"),
+    ],
+)
+def test_more_classes_of_diffusers_are_refused_with_the_reason(name: str, said: str) -> None:
+    vae, (latent, _, _) = _more(name)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=said):
+        halotile.decode(vae, torch.zeros(1, *latent, 20, 20), strategy="tile")

@@ -49,10 +49,16 @@ class Dealt:
 
 
 def deal_loop(
-    vae: Any, half: Half, family: Family | None, ranks: Ranks, scheduler: Scheduler, plain: Callable[[], object]
+    vae: Any,
+    half: Half,
+    family: Family | None,
+    ranks: Ranks,
+    scheduler: Scheduler,
+    size: tuple[int, int],
+    plain: Callable[[], object],
 ) -> Dealt:
     """Record the calls that `plain` makes of the VAE's network, and give each chain of them a rank. No traffic."""
-    recording = record(vae, half, family, plain)
+    recording = record(vae, half, family, size, plain)
     owners = deal(recording.costs, ranks.size, scheduler)
     return Dealt(recording, owners, loads_of(recording.costs, owners, ranks.size))
 

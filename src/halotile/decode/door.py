@@ -60,7 +60,9 @@ def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     parameters = getattr(output, "parameters", None)
     if isinstance(parameters, torch.Tensor):
         # a posterior: the rest of it follows from its parameters
-        return type(output)(change(parameters), deterministic=output.deterministic)
+        changed = change(parameters)
+        known = {"deterministic": output.deterministic} if hasattr(output, "deterministic") else {}
+        return output if changed is parameters else type(output)(changed, **known)
     return output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -98,9 +98,10 @@ class Foresight:
 
     _of_network: ClassVar[WeakKeyDictionary[nn.Module, dict[Any, _Memory]]] = WeakKeyDictionary()
 
-    def __init__(self, network: nn.Module, carries: bool, unit: int | None) -> None:
+    def __init__(self, network: nn.Module, carries: bool, unit: int | None, forgotten: Sequence[str] = ()) -> None:
         self.carries = carries
         self.unit = unit
+        self.forgotten = forgotten
         # a compiled network would be traced again; what it wraps returns the same shapes
         self._plain: nn.Module = getattr(network, "_orig_mod", network)
         # taken now, since a recorder is about to stand in for it
@@ -210,7 +211,8 @@ class Foresight:
                 position: {
                     name: value
                     for name, value in vars(part).items()
-                    if isinstance(value, FakeTensor) or (name in was and value is not was[name])
+                    if name not in self.forgotten
+                    and (isinstance(value, FakeTensor) or (name in was and value is not was[name]))
                 }
                 for position, (part, was) in enumerate(zip(parts, before, strict=True))
             }

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from halotile.decode.door import tensor_of
 from halotile.decode.foresee import Companion, Foresight, Outcome, Past
 from halotile.decode.patch import patched
-from halotile.errors import HalotileError, UnsupportedError
+from halotile.errors import HalotileError, PlanError, UnsupportedError
 from halotile.families import Family, Half
 
 
@@ -43,14 +44,19 @@ class Recording:
         return tuple(sum(self.calls[index].cells for index in chain) for chain in self.chains)
 
 
-def record(vae: Any, half: Half, family: Family | None, plain: Callable[[], object]) -> Recording:
+def record(
+    vae: Any, half: Half, family: Family | None, size: tuple[int, int], plain: Callable[[], object]
+) -> Recording:
     """Run `plain` (the VAE's own decode or encode) with a network that computes nothing, and return its calls.
 
-    Raises UnsupportedError when the loop needs the values of a result while it still makes calls.
+    `size` is the height and width of the input. Raises UnsupportedError when the loop cannot be dealt: it needs the
+    values of a result while it still makes calls, or steers its network by other means than arguments. Raises PlanError
+    when the loop of a class without a row loses rows.
     """
     network = network_of(vae, half)
     unit = None if family is None else 1 if half == "decode" else family.ratio(vae)
     recorder = _Recorder(network, family, unit)
+    shell: object = None
     with ExitStack() as stack:
         stack.enter_context(patched(network, forward=recorder.forward))
         if family is not None:
@@ -58,7 +64,7 @@ def record(vae: Any, half: Half, family: Family | None, plain: Callable[[], obje
             if family.carries is not None:
                 stack.enter_context(patched(vae, **{family.carries: recorder.new_chain}))
         try:
-            plain()
+            shell = plain()
         except HalotileError:
             raise
         except Exception as error:
@@ -68,6 +74,10 @@ def record(vae: Any, half: Half, family: Family | None, plain: Callable[[], obje
                 f"the loop of {type(vae).__name__} cannot be recorded: it needs the values of a result before it has "
                 f"made all its calls ({type(error).__name__}: {error})"
             ) from error
+    if not recorder.calls:
+        raise UnsupportedError(f"{half} of {type(vae).__name__} never calls its {type(network).__name__} as a whole")
+    if family is None:
+        _check_size(type(vae).__name__, recorder, shell, size)
     return recorder.recording()
 
 
@@ -82,6 +92,22 @@ def network_of(vae: Any, half: Half) -> nn.Module:
     return network
 
 
+def _check_size(name: str, recorder: _Recorder, shell: object, size: tuple[int, int]) -> None:
+    """The whole must be as large as its parts say: input cells times what a call makes of them, or a multiple of it."""
+    call = recorder.calls[0]
+    first = next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))
+    made = tensor_of(shell)
+    assert made is not None
+    for cells, given, got, whole in zip(size, first.shape[-2:], call.outcome.shape[-2:], made.shape[-2:], strict=True):
+        # a multiple: what folds pixels into channels for its network unfolds them outside of it
+        exact = cells * got % given == 0
+        if not whole or (exact and whole * given % (cells * got)):
+            raise PlanError(
+                f"the loop of {name} makes {whole} rows or columns of {cells}, but its network makes {got} of {given}: "
+                "rows are lost or repeated"
+            )
+
+
 def _keep_second(a: torch.Tensor, b: torch.Tensor, *extent: object, **dims: object) -> torch.Tensor:
     return b
 
@@ -93,7 +119,10 @@ class _Recorder:
         self.carries = family is not None and family.carries is not None
         # stand-ins on the meta device cost nothing, and show when a result is needed too early
         self.on_meta = family is None or family.record_on == "meta"
-        self.foresight = Foresight(network, self.carries, unit)
+        self.foresight = Foresight(network, self.carries, unit, () if family is None else family.forgotten)
+        # what halotile knows of, it knows to be steered by arguments alone
+        self.settings: dict[tuple[str, str], object] | None = {} if family is None else None
+        self.network = network
         self.calls: list[NetworkCall] = []
         self.chain_of: list[int] = []
         self.lists: dict[int, tuple[list[Any], int]] = {}
@@ -108,6 +137,8 @@ class _Recorder:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         index = len(self.calls)
+        if self.settings is not None:
+            self._check_settings()
         chain = self._chain(args, kwargs)
         past = self.pasts.setdefault(chain, Past())
         kept_args, kept_kwargs = _frozen((args, kwargs))
@@ -128,6 +159,19 @@ class _Recorder:
         if outcome.companions is None:
             return result
         return (result, *(Companion(index, position) for position in range(outcome.companions)))
+
+    def _check_settings(self) -> None:
+        """Refuse a loop that sets flags on its network's modules between calls: they are gone when the calls run."""
+        now: dict[tuple[str, str], object] = {
+            (name, key): value
+            for name, module in self.network.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str, tuple, type(None)))
+        }
+        if self.settings and now != self.settings:
+            changed = sorted({key for (_, key), value in now.items() if value != self.settings.get((_, key))})
+            raise UnsupportedError(f"the loop sets {', '.join(changed)} on its network's modules from call to call")
+        self.settings = now
 
     def _chain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The chain of a call: that of the list or value of an earlier call that it is given, else a new one."""

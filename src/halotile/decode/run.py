@@ -23,7 +23,7 @@ from halotile.decode.door import (
 from halotile.decode.patch import patched
 from halotile.decode.report import DecodeReport
 from halotile.errors import PlanError, UnsupportedError
-from halotile.families import Half, check_loop, family_of, temporal_loop_runs
+from halotile.families import UNREAD, Half, check_loop, family_of, temporal_loop_runs
 from halotile.geometry import Extents
 from halotile.planning import SCHEDULERS, Scheduler
 
@@ -103,7 +103,9 @@ def run_call(
         if tile:
             try:
                 with call.shared_fate():
-                    dealt = deal_loop(vae, half, family, ranks, options.scheduler, plain)
+                    dealt = deal_loop(
+                        vae, half, family, ranks, options.scheduler, (tensor.shape[-2], tensor.shape[-1]), plain
+                    )
             except UnsupportedError as error:
                 if options.strategy != "auto":
                     raise
@@ -157,6 +159,9 @@ def check_class(vae: Any, halves: Sequence[Half], options: Options) -> None:
 def _no_tile_loop(vae: Any, halves: Sequence[Half]) -> str | None:
     if not hasattr(vae, "use_tiling"):
         return "the class has no tile loop of its own (no attribute use_tiling)"
+    unread = next((UNREAD[cls.__name__] for cls in type(vae).__mro__ if cls.__name__ in UNREAD), None)
+    if unread is not None:
+        return f"the class has no tile loop of its own: {unread}"
     for half in halves:
         name = "decoder" if half == "decode" else "encoder"
         if not isinstance(getattr(vae, name, None), torch.nn.Module):

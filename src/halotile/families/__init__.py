@@ -2,11 +2,12 @@
 
 from halotile.families.check import check_loop, family_of, set_window, sync_window, temporal_loop_runs
 from halotile.families.loops import AXES, Axis, AxisLoop, Half
-from halotile.families.rows import FAMILIES, Family, Temporal
+from halotile.families.rows import FAMILIES, UNREAD, Family, Temporal
 
 __all__ = [
     "AXES",
     "FAMILIES",
+    "UNREAD",
     "Axis",
     "AxisLoop",
     "Family",

@@ -137,14 +137,18 @@ class SquareFactor:
 
 @dataclass(frozen=True)
 class AxisFactor:
-    """A window an axis in pixels and in latents; one factor for both axes, or one an axis (`factors`)."""
+    """A window an axis in pixels; one factor for both axes, or one an axis (`factors`).
+
+    With `latent_pair` the class keeps the window in latents as well, else it divides where it needs it.
+    """
 
     factors: tuple[str, str]
+    latent_pair: bool = True
 
     def axes(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> tuple[AxisLoop, AxisLoop]:
         one, two = (
             _factor_axis(
-                axis, half, length, getattr(vae, f"tile_sample_min_{axis}"), getattr(vae, f"tile_latent_min_{axis}"),
+                axis, half, length, getattr(vae, f"tile_sample_min_{axis}"), self._latent(vae, axis, ratio),
                 getattr(vae, factor), ratio, (f"tile_sample_min_{axis}", factor),
             )
             for axis, length, factor in zip(AXES, (height, width), self.factors, strict=True)
@@ -152,18 +156,23 @@ class AxisFactor:
         return one, two
 
     def enters(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> bool:
-        kind = "latent" if half == "decode" else "sample"
-        return bool(height > getattr(vae, f"tile_{kind}_min_height") or width > getattr(vae, f"tile_{kind}_min_width"))
+        if half == "decode":
+            return height > self._latent(vae, "height", ratio) or width > self._latent(vae, "width", ratio)
+        return bool(height > vae.tile_sample_min_height or width > vae.tile_sample_min_width)
 
     def window(self, height_px: int, width_px: int, stride_px: int, ratio: int) -> dict[str, int | float]:
         size = max(height_px, width_px)
-        return {
-            "tile_sample_min_height": height_px,
-            "tile_sample_min_width": width_px,
-            "tile_latent_min_height": height_px // ratio,
-            "tile_latent_min_width": width_px // ratio,
-            **dict.fromkeys(self.factors, (size - stride_px) / size),
-        }
+        out: dict[str, int | float] = {"tile_sample_min_height": height_px, "tile_sample_min_width": width_px}
+        if self.latent_pair:
+            out |= {"tile_latent_min_height": height_px // ratio, "tile_latent_min_width": width_px // ratio}
+        return out | dict.fromkeys(self.factors, (size - stride_px) / size)
+
+    def _latent(self, vae: Any, axis: Axis, ratio: int) -> int:
+        return int(
+            getattr(vae, f"tile_latent_min_{axis}")
+            if self.latent_pair
+            else getattr(vae, f"tile_sample_min_{axis}") // ratio
+        )
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Family:
     carries: the method that clears state which the class keeps on its modules from call to call.
     record_on: where stand-ins for results live while a loop is recorded.
     blends: the methods that mix neighbouring results; a recording leaves them out, as there is nothing to mix yet.
+    forgotten: attributes that the network writes on its modules and never reads.
     own_slicing: whether the class's `use_slicing` works with every argument of `decode`.
     refuse: what the class's own loop gets wrong, as a function of (vae, half, input shape) to a reason or None.
     """
@@ -45,6 +46,7 @@ class Family:
     carries: str | None = None
     record_on: Literal["meta", "zeros"] = "meta"
     blends: tuple[str, ...] = ("blend_v", "blend_h")
+    forgotten: tuple[str, ...] = ()
     own_slicing: bool = True
     refuse: tuple[Callable[[Any, Half, tuple[int, ...]], Reason | None], ...] = field(default=())
 
@@ -74,6 +76,12 @@ def _five_dims_encode(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | 
     return (
         "its own tiled_encode unpacks five dims of a picture that has four, and crashes" if half == "encode" else None
     )
+
+
+def _refiner_decode(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
+    if half == "encode":
+        return None
+    return "its own tiled_decode cuts every tile of pixels to as many rows as it had latents, and loses the rest"
 
 
 def _magvit_encode(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
@@ -134,13 +142,21 @@ def _two_to_reflect(vae: Any, half: Half) -> int:
     return 2 if vae.config[f"{half[:-1]}er_spatial_padding_mode"] == "reflect" else 1
 
 
+_FOLDED = AxisStride(patch=lambda vae: int(vae.config.patch_size or 1))
 _LTX = Temporal("use_framewise_decoding", "use_framewise_decoding")  # its encode reads the flag for decoding
 _LTX_BLENDS = ("blend_v", "blend_h", "blend_t")
 
 _ROWS = (
     Family("AutoencoderKL", SquareFactor(), _halvings("block_out_channels")),
     Family("AutoencoderKLFlux2", SquareFactor(), _halvings("block_out_channels")),
-    Family("AutoencoderKLWan", AxisStride(patch=lambda vae: int(vae.config.patch_size or 1)), _SPATIAL),
+    Family(
+        "AutoencoderKLKVAE",
+        SquareFactor(),
+        _halvings("ch_mult"),
+        forgotten=("last_z_shape",),
+    ),
+    Family("AutoencoderKLWan", _FOLDED, _SPATIAL),
+    Family("AutoencoderKLQwenImage21", _FOLDED, _SPATIAL),
     Family("AutoencoderKLQwenImage", AxisStride(), _SPATIAL),
     Family(
         "AutoencoderKLHunyuanVideo",
@@ -156,6 +172,12 @@ _ROWS = (
         SquareFactor(),
         lambda vae: int(vae.config.spatial_compression_ratio),
         refuse=(_five_dims_encode,),
+    ),
+    Family(
+        "AutoencoderKLHunyuanImageRefiner",
+        AxisFactor(("tile_overlap_factor",) * 2, latent_pair=False),
+        _SPATIAL,
+        refuse=(_refiner_decode,),
     ),
     # zip is missing in its slicing with temb
     Family("AutoencoderKLLTXVideo", AxisStride(), _SPATIAL, temporal=_LTX, blends=_LTX_BLENDS, own_slicing=False),
@@ -193,6 +215,14 @@ _ROWS = (
         refuse=(_tiny_channels, _tiny_mask),
     ),
 )
+
+UNREAD = MappingProxyType(
+    {
+        "AutoencoderKLCosmos": "its enable_tiling sets attributes that its decode and encode never read",
+        "AutoencoderKLKVAEVideo": "its use_tiling is never read",
+    }
+)
+"""Classes with a tiling flag and no tile loop, by name, with the reason."""
 
 FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 """The rows by class name."""
