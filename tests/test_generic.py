@@ -323,7 +323,7 @@ def _more(name: str):
             "attention_resolutions": (), "resolution": 64, "num_layers": 1,
         }  # fmt: skip
         attributes, shapes = {}, ((4, 2), (3, 9), 8)
-    vae = getattr(diffusers, name.split()[0])(**kwargs).eval().requires_grad_(False)
+    vae = getattr(diffusers, name.split(maxsplit=1)[0])(**kwargs).eval().requires_grad_(False)
     for key, value in {**attributes, "use_tiling": True}.items():
         setattr(vae, key, value)
     return vae, shapes

@@ -1,7 +1,7 @@
 """Everything that travels between ranks, and how they agree. Group-local ranks everywhere."""
 
 from halotile.comm.agreement import Call, Phase
-from halotile.comm.pieces import Piece, deliver_pieces
+from halotile.comm.pieces import Delivery, Piece
 from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
 from halotile.comm.rows import Deliver, deliver_rows, fetch_rows
 from halotile.comm.torch_group import TorchTransport
@@ -14,6 +14,7 @@ __all__ = [
     "Call",
     "Counters",
     "Deliver",
+    "Delivery",
     "Message",
     "Phase",
     "Piece",
@@ -22,7 +23,6 @@ __all__ = [
     "Transport",
     "VirtualGroup",
     "VirtualTransport",
-    "deliver_pieces",
     "deliver_rows",
     "fetch_rows",
     "run_virtual",

@@ -138,7 +138,7 @@ class Call:
                 seen_done, deadline = done, time.monotonic() + self.ranks.timeout_s
                 self._show(done)
             late = time.monotonic() - deadline
-            if late > (0 if here >= 0 else _DECIDING_S):
+            if late > 0:
                 before = self._close(key)
                 if before == self.ranks.size:
                     return

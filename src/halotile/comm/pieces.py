@@ -26,48 +26,62 @@ class Piece:
         return prod(self.shape)
 
 
-def deliver_pieces(
-    made: Mapping[int, torch.Tensor],
-    pieces: Sequence[Piece],
-    ranks: Ranks,
-    receivers: Sequence[int],
-    device: torch.device,
-) -> dict[int, torch.Tensor]:
+class Delivery:
     """Every piece on every one of `receivers`; nothing on the other ranks.
 
     `made` holds this rank's own pieces by their index in `pieces`. All that a rank has for a receiver goes as one
-    message of exact size a dtype, so a group of n sends at most n (n - 1) messages. Each piece that is returned is
+    message of exact size a dtype, so a group of n sends at most n (n - 1) messages. Each piece that is delivered is
     contiguous and has memory of its own, wherever it was made: what follows computes the same bits on every rank.
+
+    Built and delivered in two steps, because whatever can go wrong on one rank alone (a piece of another shape than
+    planned, no memory) must do so before the ranks depend on each other's messages.
     """
-    for index, tensor in made.items():
-        planned = pieces[index]
-        assert tuple(tensor.shape) == planned.shape, (
-            f"piece {index}: planned {planned.shape}, got {tuple(tensor.shape)}"
-        )
-        assert tensor.dtype == planned.dtype, f"piece {index}: planned {planned.dtype}, got {tensor.dtype}"
-    sends: list[Message] = []
-    for dtype, indices in _by_dtype(pieces, ranks.rank):
-        if any(receiver != ranks.rank for receiver in receivers):
-            packed = torch.cat([made[index].reshape(-1) for index in indices]).to(dtype)
-            sends += [(receiver, packed) for receiver in receivers if receiver != ranks.rank]
-    if ranks.rank not in receivers:
-        ranks.transport.exchange(sends, [])
-        return {}
-    landing = [
-        (owner, indices, torch.empty(sum(pieces[index].numel for index in indices), dtype=dtype, device=device))
-        for owner in ranks.others
-        for dtype, indices in _by_dtype(pieces, owner)
-    ]
-    ranks.transport.exchange(sends, [(owner, buffer) for owner, _, buffer in landing])
-    out = {index: _detached_memory(tensor) for index, tensor in made.items()}
-    # nobody sends an empty piece
-    out |= {i: torch.empty(p.shape, dtype=p.dtype, device=device) for i, p in enumerate(pieces) if not p.numel}
-    while landing:
-        _, indices, buffer = landing.pop()
-        sizes = [pieces[index].numel for index in indices]
-        for index, values in zip(indices, torch.split(buffer, sizes), strict=True):
-            out[index] = values.clone().reshape(pieces[index].shape)
-    return out
+
+    def __init__(
+        self,
+        made: Mapping[int, torch.Tensor],
+        pieces: Sequence[Piece],
+        ranks: Ranks,
+        receivers: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        for index, piece in enumerate(pieces):
+            if piece.owner == ranks.rank:
+                got = (tuple(made[index].shape), made[index].dtype)
+                assert got == (piece.shape, piece.dtype), f"piece {index}: planned {piece}, made {got}"
+        self._pieces = pieces
+        self._ranks = ranks
+        others = [receiver for receiver in receivers if receiver != ranks.rank]
+        self._sends: list[Message] = []
+        for _, indices in _by_dtype(pieces, ranks.rank):
+            if others:
+                packed = torch.cat([made[index].reshape(-1) for index in indices])
+                self._sends += [(receiver, packed) for receiver in others]
+        self._landing: list[tuple[int, list[int], torch.Tensor]] = []
+        self._out: dict[int, torch.Tensor] = {}
+        if ranks.rank in receivers:
+            self._landing = [
+                (owner, indices, torch.empty(sum(pieces[i].numel for i in indices), dtype=dtype, device=device))
+                for owner in ranks.others
+                for dtype, indices in _by_dtype(pieces, owner)
+            ]
+            self._out = {index: _detached_memory(tensor) for index, tensor in made.items()}
+            # nobody sends an empty piece
+            self._out |= {
+                i: torch.empty(p.shape, dtype=p.dtype, device=device) for i, p in enumerate(pieces) if not p.numel
+            }
+
+    def deliver(self) -> dict[int, torch.Tensor]:
+        """Send and receive; the pieces by their index, none on a rank that is to have nothing."""
+        self._ranks.transport.exchange(self._sends, [(owner, buffer) for owner, _, buffer in self._landing])
+        self._sends = []
+        out, self._out = self._out, {}
+        while self._landing:
+            _, indices, buffer = self._landing.pop()
+            sizes = [self._pieces[index].numel for index in indices]
+            for index, values in zip(indices, torch.split(buffer, sizes), strict=True):
+                out[index] = values.clone().reshape(self._pieces[index].shape)
+        return out
 
 
 def _detached_memory(tensor: torch.Tensor) -> torch.Tensor:

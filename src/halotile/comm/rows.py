@@ -74,6 +74,8 @@ def _check(local: torch.Tensor, dim: int, extents: Extents, wanted: Sequence[Int
             f"a plan for {ranks.size} ranks needs as many extents and intervals, "
             f"got {len(extents.sizes)} and {len(wanted)}"
         )
+    if not -local.dim() <= dim < local.dim():
+        raise PlanError(f"dim {dim} is not one of a tensor of shape {tuple(local.shape)}")
     if local.shape[dim] != extents.sizes[ranks.rank]:
         raise PlanError(
             f"rank {ranks.rank} holds {local.shape[dim]} rows of dim {dim}, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class TorchTransport:
     """A process group's transport. Use `TorchTransport.of`: calls are numbered, so a group has just one."""
 
-    _of_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, TorchTransport]] = WeakKeyDictionary()
+    # kept for good, as torch keeps its groups; calls of a group must be counted from its first one
+    _of_group: ClassVar[dict[dist.ProcessGroup, TorchTransport]] = {}
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -63,11 +63,14 @@ class TorchTransport:
         sends, receives = without_empty(sends), without_empty(receives)
         if not sends and not receives:
             return
+        # a message of a call that was left half-way must not match one of a later call
+        tag = self.calls
         landed = [(peer, buffer, self._on_wire(buffer, empty=True)) for peer, buffer in receives]
         ops = [
-            dist.P2POp(dist.isend, self._on_wire(tensor), group=self.group, group_peer=peer) for peer, tensor in sends
+            dist.P2POp(dist.isend, self._on_wire(tensor), group=self.group, tag=tag, group_peer=peer)
+            for peer, tensor in sends
         ]
-        ops += [dist.P2POp(dist.irecv, wire, group=self.group, group_peer=peer) for peer, _, wire in landed]
+        ops += [dist.P2POp(dist.irecv, wire, group=self.group, tag=tag, group_peer=peer) for peer, _, wire in landed]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         for _, buffer, wire in landed:

@@ -25,11 +25,15 @@ class VirtualGroup:
         self.size = size
         self.timeout_s = timeout_s
         self.board = MemoryBoard()
-        self.mailboxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {
-            (source, target): queue.SimpleQueue() for source in range(size) for target in range(size)
-        }
+        self._mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[torch.Tensor]] = {}
+        self._lock = threading.Lock()
         self.slots: list[torch.Tensor | None] = [None] * size
         self.meeting = threading.Barrier(size)
+
+    def mailbox(self, source: int, target: int, call: int) -> queue.SimpleQueue[torch.Tensor]:
+        """Where messages wait; one a call, so that those of a call left half-way never enter a later one."""
+        with self._lock:
+            return self._mailboxes.setdefault((source, target, call), queue.SimpleQueue())
 
     def transport(self, rank: int) -> VirtualTransport:
         """The transport of one of the group's ranks."""
@@ -63,11 +67,12 @@ class VirtualTransport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         sends, receives = without_empty(sends), without_empty(receives)
+        assert all(tensor.is_contiguous() for _, tensor in (*sends, *receives)), "a message must be contiguous"
         for peer, tensor in sends:
-            self.group.mailboxes[self.rank, peer].put(tensor.detach().clone())
+            self.group.mailbox(self.rank, peer, self.calls).put(tensor.detach().clone())
         for peer, buffer in receives:
             try:
-                arrived = self.group.mailboxes[peer, self.rank].get(timeout=self.group.timeout_s)
+                arrived = self.group.mailbox(peer, self.rank, self.calls).get(timeout=self.group.timeout_s)
             except queue.Empty:
                 raise MissingRankError(f"rank {self.rank} waited for a message of rank {peer}") from None
             assert arrived.shape == buffer.shape, f"planned {tuple(buffer.shape)}, got {tuple(arrived.shape)}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halotile.comm import Call, Piece, Ranks, deliver_pieces
+from halotile.comm import Call, Delivery, Piece, Ranks
 from halotile.decode.foresee import Companion
 from halotile.decode.noise import Noise
 from halotile.decode.patch import patched
@@ -79,15 +79,18 @@ def run_dealt(
     """
     network = network_of(vae, half)
     clear = getattr(vae, family.carries) if family is not None and family.carries is not None else None
-    noise = Noise.of(dealt.recording.calls, call.ranks, device)
+    noise = Noise(dealt.recording.calls, call.ranks, device)
     made: dict[int, torch.Tensor] = {}
     with call.together("work"):
+        noise.foresee(dealt.recording.calls)
         for chain, owner in zip(dealt.recording.chains, dealt.owners, strict=True):
             if owner == call.ranks.rank:
                 made |= _run_chain(network, dealt.recording.calls, chain, clear, noise, call.piece_done)
         noise.finish()
-    results = deliver_pieces(made, dealt.pieces, call.ranks, receivers, device)
+        delivery = Delivery(made, dealt.pieces, call.ranks, receivers, device)
     del made
+    results = delivery.deliver()
+    del delivery
     with call.together("end"):
         return _replay(network, vae, family, dealt.recording, results, plain) if results else None
 

@@ -13,28 +13,26 @@ from halotile.decode.record import NetworkCall
 class Noise:
     """The default generator as it stands before each call of one rank's program order.
 
-    The first rank's generator is taken for all, the draws of every call are repeated in order, and the states between
-    them are kept: a call then draws the same numbers on whichever rank it runs, and afterwards every generator stands
-    where one rank's would. Networks that draw nothing cost nothing.
+    The first rank's generator is taken for all (a collective, when there is anything to draw), the draws of every call
+    are repeated in order, and the states between them are kept: a call then draws the same numbers on whichever rank it
+    runs, and afterwards every generator stands where one rank's would. Networks that draw nothing cost nothing.
     """
 
-    def __init__(self, device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    def __init__(self, calls: Sequence[NetworkCall], ranks: Ranks, device: torch.device) -> None:
         self._device = device
-        self._states = states
+        self._states: list[torch.Tensor] = []
+        if any(call.outcome.draws for call in calls):
+            self._states.append(ranks.transport.broadcast(_get(device), 0))
 
-    @classmethod
-    def of(cls, calls: Sequence[NetworkCall], ranks: Ranks, device: torch.device) -> Noise:
-        """The states before each of `calls` and after the last; a collective when there is anything to draw."""
-        if not any(call.outcome.draws for call in calls):
-            return cls(device, ())
-        state = ranks.transport.broadcast(_get(device), 0)
-        _set(device, state)
-        states = [state]
+    def foresee(self, calls: Sequence[NetworkCall]) -> None:
+        """Work out the states between `calls`."""
+        if not self._states:
+            return
+        _set(self._device, self._states[0])
         for call in calls:
             for draw in call.outcome.draws:
                 draw.again()
-            states.append(_get(device) if call.outcome.draws else states[-1])
-        return cls(device, states)
+            self._states.append(_get(self._device) if call.outcome.draws else self._states[-1])
 
     def before(self, index: int) -> None:
         """Bring the generator to where it stands before call `index`."""
