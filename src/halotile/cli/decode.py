@@ -1,0 +1,103 @@
+"""`halotile decode`: a latent file to a picture or a clip."""
+
+# ruff: noqa: PLC0415 - what needs torch is imported where it is used, so that --help is quick
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halotile.cli.files import CLIP_SUFFIXES, PICTURE_SUFFIXES, check_readable, check_writable, kind_of_output
+from halotile.cli.launch import Seat, on_ranks
+from halotile.cli.options import (
+    DeviceOption,
+    DType,
+    DTypeOption,
+    RanksOption,
+    Spread,
+    Strategy,
+    StrategyOption,
+    StrideOption,
+    TileOption,
+    VaeOption,
+)
+from halotile.errors import MismatchError, PlanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from halotile.cli.latents import Source
+
+LatentArgument = Annotated[Path, typer.Argument(metavar="LATENT", help="Latent file made by `halotile encode`.")]
+
+
+def decode(
+    latent: LatentArgument,
+    vae: VaeOption,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Picture or clip, by its suffix.")],
+    *,
+    ranks: RanksOption = None,
+    strategy: StrategyOption = Strategy.auto,
+    tile: TileOption = None,
+    stride: StrideOption = None,
+    fps: Annotated[float | None, typer.Option(min=0.01, help="Frames per second. (default: the source's)")] = None,
+    dtype: DTypeOption = DType.float32,
+    device: DeviceOption = None,
+) -> None:
+    """Decode a latent file to a picture or a clip, cropped to the size of what was encoded.
+
+    A clip becomes H.264 without sound. Only the first rank writes, and the file appears when it is complete.
+    """
+    from halotile.cli.latents import read_source
+
+    spread = Spread.of(strategy, tile, stride)
+    check_readable(latent)
+    if kind_of_output(output) != (kind := read_source(latent).kind):
+        known = " ".join(PICTURE_SUFFIXES if kind == "picture" else CLIP_SUFFIXES)
+        raise PlanError(f"{output}: {latent.name} holds a {kind}, whose suffix is one of {known}")
+    check_writable(output)
+    on_ranks(_work, ranks, device and device.value, Job(latent, vae, output, spread, fps, dtype.value))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run of the command was asked to do."""
+
+    latent: Path
+    vae: Path
+    output: Path
+    spread: Spread
+    fps: float | None
+    dtype: str
+
+
+def _work(seat: Seat, job: Job) -> None:
+    from halotile.cli.latents import crop_to_source
+    from halotile.cli.media import write_media
+    from halotile.cli.spread import decode as decode_on_ranks
+    from halotile.cli.spread import set_tiling
+
+    vae, latents, source = load(seat, job.latent, job.vae, job.dtype)
+    set_tiling(vae, job.spread, seat.ranks, "decode", latents)
+    pixels, _ = decode_on_ranks(vae, latents, seat, job.spread, f"decode {job.latent.name}")
+    if pixels is not None:
+        fps = source.fps if job.fps is None else Fraction(job.fps).limit_denominator(1001)
+        write_media(job.output, crop_to_source(pixels, source), fps)
+
+
+def load(seat: Seat, path: Path, folder: Path, dtype: str) -> tuple[Any, Tensor, Source]:
+    """The VAE on this rank's device, the latents `B C [F] H W` and what they were made from."""
+    from halotile.cli.latents import read_latents
+    from halotile.cli.vaes import check_latents, class_of, load_vae
+
+    latents, source = read_latents(path)
+    name = class_of(folder)
+    if source.vae_class not in (None, name):
+        raise MismatchError(f"{path} was encoded by {source.vae_class}, but {folder} holds {name}")
+    vae = load_vae(folder, seat.device, dtype)
+    check_latents(vae, latents)
+    return vae, latents, source

@@ -1,0 +1,77 @@
+"""The options that commands share, in one wording."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from halotile.errors import PlanError
+
+
+class Strategy(str, Enum):
+    """How the work is spread; see `halotile.parallelize`."""
+
+    auto = "auto"
+    serial = "serial"
+    tile = "tile"
+
+
+class DType(str, Enum):
+    """The precision that the VAE runs in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(str, Enum):
+    """Where the VAE runs."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+VaeOption = Annotated[Path, typer.Option("--vae", metavar="DIR", help="VAE folder made by diffusers' save_pretrained.")]
+DemoRanksOption = Annotated[int | None, typer.Option("--ranks", min=1, help="Local ranks to start. (default: 2)")]
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="Local ranks to start. Under torchrun: leave it out. (default: 1)")
+]
+StrategyOption = Annotated[
+    Strategy,
+    typer.Option(
+        "--strategy",
+        help="serial: one rank. tile: the VAE's own tiles, shared. auto: tile if several ranks.",
+    ),
+]
+TileOption = Annotated[
+    int | None, typer.Option("--tile", min=1, metavar="PX", help="Tile window in pixels; switches the VAE's tiling on.")
+]
+StrideOption = Annotated[
+    int | None, typer.Option("--stride", min=1, metavar="PX", help="Pixels from tile to tile. (default: 3/4 of --tile)")
+]
+DTypeOption = Annotated[DType, typer.Option("--dtype", help="Precision that the VAE runs in.")]
+DeviceOption = Annotated[
+    Device | None, typer.Option("--device", help="(default: cuda where it has a device for each rank, else cpu)")
+]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a VAE's work is to be spread. Tile window and stride in pixels; None leaves them to the VAE."""
+
+    strategy: Literal["auto", "serial", "tile"] = "auto"
+    tile_px: int | None = None
+    stride_px: int | None = None
+
+    @classmethod
+    def of(cls, strategy: Strategy, tile_px: int | None, stride_px: int | None) -> Spread:
+        """From a command's options. Raises `PlanError` for a stride without a tile, or longer than it."""
+        if stride_px is not None and tile_px is None:
+            raise PlanError(f"--stride {stride_px} needs --tile")
+        if tile_px is not None and stride_px is not None and stride_px > tile_px:
+            raise PlanError(f"--stride {stride_px} exceeds --tile {tile_px}: rows between two tiles would be lost")
+        return cls(strategy.value, tile_px, stride_px)

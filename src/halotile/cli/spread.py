@@ -1,0 +1,126 @@
+"""A VAE's encode and decode over the ranks, as the commands ask for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from torch import Tensor
+
+import halotile
+from halotile.cli.launch import Seat
+from halotile.cli.options import Spread
+from halotile.cli.vaes import decode_arguments, ratio_of
+from halotile.decode.patch import patched
+from halotile.decode.report import DecodeReport
+from halotile.errors import PlanError, UnsupportedError
+from halotile.families import Half, check_loop, set_window
+
+NOISE_SEED = 0  # some decoders draw noise: equal latents shall make equal files
+Progress = Callable[[int, int], None]
+
+
+def set_tiling(vae: Any, spread: Spread, ranks: int, half: Half, given: Tensor) -> None:
+    """Switch the VAE's own tiling on where `half` of `given` is to be cut, with the window and stride asked for.
+
+    `auto` cuts for several ranks, unless the VAE's own loop cannot do that with what is given. Raises `PlanError` for a
+    window that the class cannot have and `UnsupportedError` for a class that cannot be cut.
+    """
+    if spread.tile_px is not None:
+        set_window(vae, spread.tile_px, spread.stride_px or _default_stride(vae, spread.tile_px))
+    elif spread.strategy == "tile":
+        if not hasattr(vae, "enable_tiling"):
+            raise UnsupportedError(f"{type(vae).__name__} has no tile loop of its own to share")
+        vae.enable_tiling()
+    elif spread.strategy == "auto" and ranks > 1 and _can_be_cut(vae, half, given):
+        vae.enable_tiling()
+
+
+def _default_stride(vae: Any, tile_px: int) -> int:
+    """Three quarters of the window, in whole latents."""
+    ratio = ratio_of(vae).spatial
+    return max(ratio, tile_px * 3 // 4 // ratio * ratio)
+
+
+def _can_be_cut(vae: Any, half: Half, given: Tensor) -> bool:
+    try:
+        check_loop(vae, half, tuple(given.shape))
+    except (PlanError, UnsupportedError):
+        return False
+    return hasattr(vae, "enable_tiling")
+
+
+@torch.inference_mode()
+def decode(vae: Any, latents: Tensor, seat: Seat, spread: Spread, label: str) -> tuple[Tensor | None, DecodeReport]:
+    """The pixels `B C [F] H W` on the driver, None on other ranks; and the `DecodeReport`."""
+    latents = latents.to(seat.device, vae.dtype)
+    with (
+        progress_bar(label, seat) as progress,
+        halotile.parallelize(
+            vae, group=seat.group, strategy=spread.strategy, deliver="driver", halves=("decode",), progress=progress
+        ) as handle,
+    ):
+        pixels = _decode(vae, latents)
+        assert handle.report is not None
+        return pixels, handle.report
+
+
+def total(seat: Seat, *counts: int) -> tuple[int, ...]:
+    """Each count summed over the ranks; every rank must call it."""
+    if seat.group is None:
+        return counts
+    sums = torch.tensor(counts, dtype=torch.int64, device=seat.device)
+    dist.all_reduce(sums, group=seat.group)
+    return tuple(sums.tolist())
+
+
+@torch.inference_mode()
+def decode_alone(vae: Any, latents: Tensor, seat: Seat) -> Tensor:
+    """The VAE's own decode on this rank, its own tile loop where tiling is on.
+
+    All that halotile does is to keep a loop from crashing on a tile that is too thin, as it does for several ranks.
+    """
+    latents = latents.to(seat.device, vae.dtype)
+    mended = check_loop(vae, "decode", tuple(latents.shape)) if getattr(vae, "use_tiling", False) else {}
+    with patched(vae, **mended):
+        pixels = _decode(vae, latents)
+    assert pixels is not None
+    return pixels
+
+
+def _decode(vae: Any, latents: Tensor) -> Tensor | None:
+    torch.manual_seed(NOISE_SEED)
+    pixels: Tensor | None = vae.decode(latents, **decode_arguments(vae, latents)).sample
+    return pixels
+
+
+@torch.inference_mode()
+def encode(vae: Any, pixels: Tensor, seat: Seat, spread: Spread, label: str) -> Tensor:
+    """The latents `B C [F] H W` (a distribution's mode) on every rank."""
+    if pixels.numel() == 0:
+        raise PlanError(f"nothing to encode: the pixels are {tuple(pixels.shape)}")
+    with progress_bar(label, seat) as progress:
+        latents = halotile.encode(
+            vae, pixels.to(seat.device, vae.dtype), group=seat.group, strategy=spread.strategy, progress=progress
+        )
+    assert latents is not None
+    return latents
+
+
+@contextmanager
+def progress_bar(label: str, seat: Seat) -> Iterator[Progress | None]:
+    """A bar on the driver's standard error, one step a tile; None for other ranks and where no person is watching."""
+    if not seat.is_driver or not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
