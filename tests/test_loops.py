@@ -61,6 +61,10 @@ DEFECTS = [
         ["60", "196"],
     ),
     ("AutoencoderKLMochi", {"use_framewise_decoding": True}, "decode", (1, 4, 2, 40, 9), UnsupportedError, ["crashes"]),
+    (
+        "AutoencoderKLWan_2.1", {"tile_sample_min_height": 100, "tile_sample_stride_height": 96}, "decode",
+        (1, 4, 3, 40, 9), PlanError, ["100", "overlap and blend disagree", "4 are blended"],
+    ),
     # stored strides of 192 and a window set without them (G2), a stride beyond the window (G9)
     ("AutoencoderKLWan_2.1", {"tile_sample_min_height": 64}, "decode", (1, 4, 3, 32, 32), PlanError, ["64", "192"]),
     ("AutoencoderKLWan_2.1", {"tile_sample_stride_height": 320}, "decode", (1, 4, 3, 99, 9), PlanError, ["256", "320"]),
