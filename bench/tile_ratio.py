@@ -2,10 +2,10 @@
 
     python bench/tile_ratio.py [--ranks 2] [--rounds 7] [--size 512] [--model kl|photo]
 
-Every round times, one by one, on an otherwise idle machine: the VAE's own tiled decode on one rank with one
-thread, the same with as many threads as there are ranks, and the decode over the ranks with one thread each. Printed are
-the median, least and largest ratio of a round, CPU seconds, and the traffic beside the least that is possible: each
-rank's results sent once to each other rank, in one message each.
+Every round times, one by one and on an otherwise idle machine: the VAE's own tiled decode on one rank with one thread,
+the same with as many threads as there are ranks, and the decode over the ranks with one thread each. Printed are the
+median, least and largest ratio of a round, CPU seconds, and the traffic beside the least that is possible: each rank's
+results sent once to each other rank, in one message each.
 """
 
 from __future__ import annotations
