@@ -39,6 +39,7 @@ class Call:
         self._on_progress = on_progress
         self._board = ranks.transport.board
         self._settled = False
+        self._note = b""
         self.number = ranks.transport.calls
         ranks.transport.calls += 1
 
@@ -87,6 +88,16 @@ class Call:
             yield
         self._arrive(phase)
 
+    def note(self, text: bytes) -> None:
+        """Leave a note for the others to read when this phase is passed: what only this rank can know of its work."""
+        self._note = text
+
+    def notes(self, phase: Phase) -> list[bytes]:
+        """The notes of all ranks in a phase that was passed, in rank order."""
+        found = [self._board.get(self._key(f"{phase}/{rank}")) for rank in range(self.ranks.size)]
+        assert None not in found, f"phase {phase!r} is not passed"
+        return [note or b"" for note in found]
+
     def piece_done(self) -> None:
         """Between two pieces of a phase's work: count one as done, and stop if another rank has failed meanwhile."""
         self._show(self._board.add(self._key("done"), 1))
@@ -110,7 +121,8 @@ class Call:
         """Count this rank in at `phase` and wait for the rest; a phase that all have reached is passed by all."""
         key = self._key(f"at/{phase}")
         self.ranks.counters.collectives += 1
-        self._board.set(self._key(f"{phase}/{self.ranks.rank}"), b"")
+        self._board.set(self._key(f"{phase}/{self.ranks.rank}"), self._note)
+        self._note = b""
         try:
             if self._board.add(key, 1) != self.ranks.size:
                 self._wait_for_the_rest(phase, key)

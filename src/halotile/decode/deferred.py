@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,8 +89,14 @@ def run_dealt(
                 made |= _run_chain(network, dealt.recording.calls, chain, clear, noise, call.piece_done)
         noise.finish()
         delivery = Delivery(made, dealt.pieces, call.ranks, receivers, device)
+        call.note(json.dumps(list(delivery.layouts.items())).encode())
     del made
-    results = delivery.deliver()
+    layouts = (
+        {index: tuple(strides) for note in call.notes("work") for index, strides in json.loads(note)}
+        if call.ranks.rank in receivers
+        else {}
+    )
+    results = delivery.deliver(layouts)
     del delivery
     with call.together("end"):
         return _replay(network, vae, family, dealt.recording, results, plain) if results else None
