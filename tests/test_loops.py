@@ -78,6 +78,27 @@ DEFECTS = [
         "AutoencoderKLHunyuanVideo", {"tile_sample_stride_num_frames": 10}, "decode", (1, 4, 9, 4, 4), PlanError,
         ["10", "multiples of 4"],
     ),
+    (
+        "AutoencoderKLMagvit",
+        {
+            "tile_sample_min_height": 64, "tile_sample_stride_height": 48, "tile_sample_min_width": 128,
+            "tile_sample_stride_width": 100,
+        },
+        "decode", (1, 4, 3, 6, 14), PlanError, ["100", "96"],
+    ),
+    (
+        "AutoencoderDC", {"tile_sample_min_height": 131, "tile_sample_stride_height": 96}, "encode", (1, 3, 448, 64),
+        UnsupportedError, ["131", "32"],
+    ),
+    (
+        "AutoencoderKLMiniMaxH3", {"tile_sample_min_overlap_height": 0}, "decode", (1, 8, 7, 20, 20), PlanError,
+        ["without an overlap"],
+    ),
+    (
+        "AutoencoderKL", {"tile_sample_min_size": 64, "tile_latent_min_size": 8}, "encode", (1, 3, 100, 96), PlanError,
+        ["0 latents"],
+    ),
+    ("AutoencoderKLLTX2Video", {}, "decode", (1, 8, 2, 1, 20), PlanError, ["height has 1", "fewer than 2"]),
     ("AutoencoderTiny", {"tile_overlap_factor": 0.0}, "decode", (1, 4, 70, 70), UnsupportedError, ["overlap of 0"]),
 ]  # fmt: skip
 
@@ -250,7 +271,7 @@ def test_set_window_sets_exactly_what_is_asked_or_leaves_the_vae_alone(name: str
                     folded = ratio // loop.ratio if half == "encode" else 1
                     assert (loop.window, loop.stride) == (window * unit * folded, stride * unit * folded)
                     assert loop.fault() is None
-    # factors such as 1 / 7 have no exact float, so some windows of the classes with factors fall away
+    # no overlap is no window for a class that cuts by it, and factors such as 1 / 7 have no exact float
     assert accepted > 100
 
 
@@ -283,3 +304,14 @@ def test_the_loop_over_frames_is_reported() -> None:
     assert handle.report.tiles == 3
     with torch.no_grad():
         assert torch.equal(out, vae.decode(x).sample)
+
+
+@pytest.mark.parametrize("half", ["decode", "encode"])
+def test_the_frame_loop_of_ltx_is_reported_with_its_defect(half: str) -> None:
+    vae = tiny.build("AutoencoderKLLTX2Video")
+    vae.use_framewise_decoding = True
+    x = torch.zeros(1, 8, 4, 2, 2) if half == "decode" else torch.zeros(1, 3, 25, 64, 64)
+    with torch.no_grad(), halotile.parallelize(vae, strategy="tile") as handle:
+        getattr(vae, half)(x)
+    assert "loop over frames ran" in handle.report.reason
+    assert ("one frame late" in handle.report.reason) == (half == "decode")

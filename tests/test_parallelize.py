@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 
@@ -256,3 +257,14 @@ def test_the_report_is_plain_data() -> None:
     assert progress == [(done, 6) for done in range(1, 7)]
     with pytest.raises(AttributeError):
         handle.report.tiles = 3
+
+
+def test_the_input_may_be_given_by_name_and_the_signature_stays() -> None:
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode")
+    before = inspect.signature(vae.decode)
+    with torch.no_grad(), halotile.parallelize(vae, strategy="tile") as handle:
+        assert inspect.signature(vae.decode) == before
+        assert torch.equal(vae.decode(z=x, return_dict=False)[0], vae.decode(x).sample)
+        with pytest.raises(TypeError):
+            vae.decode()
+        assert handle.report is None

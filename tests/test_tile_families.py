@@ -17,8 +17,7 @@ def _over_ranks(group, name: str, half: str, scheduler: str, batch: int = 1):
     calls = tiled.count_calls(vae, half)
     with torch.no_grad(), halotile.parallelize(vae, group, strategy="tile", scheduler=scheduler) as handle:
         out = tiled.call(vae, name, half, x)
-    # the hook also sees the calls that are recorded, and those that are replayed
-    return out, len(calls) - 2 * handle.report.calls, handle.report, torch.rand(1)
+    return out, len(calls), handle.report, torch.rand(1)
 
 
 @pytest.mark.parametrize(("name", "half"), tiled.CASES)
@@ -35,7 +34,12 @@ def test_every_kind_is_bitwise_equal_on_one_to_four_ranks(name: str, half: str) 
         drawn_of[batch] = torch.rand(1)
     assert len(serial_calls) > 1
     # at batch 2 kernels return other memory layouts than at batch 1, which what follows rounds by
-    for n, scheduler, batch in ((1, "balanced", 1), (2, "balanced", largest), (3, "round_robin", 1), (4, "balanced", 1)):
+    for n, scheduler, batch in (
+        (1, "balanced", 1),
+        (2, "balanced", largest),
+        (3, "round_robin", 1),
+        (4, "balanced", 1),
+    ):
         expected, drawn_next = expected_of[batch], drawn_of[batch]
         results = run_ranks(_over_ranks, n, name, half, scheduler, batch)
         for out, calls, report, drawn in results:

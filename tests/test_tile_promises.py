@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -180,7 +181,7 @@ def _another_shape_than_planned(group):
     hook = vae.decoder.register_forward_hook(
         lambda module, args, out: out[..., 1:] if rank == 0 and out.device.type != "meta" else None
     )
-    with pytest.raises(RemoteRankError, match=r"rank 0 failed with AssertionError: piece \d: planned"):
+    with pytest.raises(RemoteRankError, match=r"rank 0 failed with RuntimeError: piece \d: planned"):
         _decode(group, vae=vae, x=x)
     hook.remove()
     return _decode(group, vae=vae, x=x + 1)
@@ -213,6 +214,48 @@ def _raises_at_once(group):
 def test_the_others_stop_at_their_next_tile() -> None:
     # 256 tiles: recording them takes 13 s of these sleeps, the rest of the work would take 4 s on each of three ranks
     assert max(run_ranks(_raises_at_once, 3)) < 16
+
+
+def _refused_before_the_call(group, how):
+    """A call that one rank cannot even begin is a call all the same: the ranks stay in step."""
+    rank = torch.distributed.get_rank(group)
+    vae, a = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode")
+    if how == "arguments":
+        with halotile.parallelize(vae, group, strategy="tile"), pytest.raises(TypeError if rank else RemoteRankError):
+            vae.decode(a, **({"nonsense": 1} if rank else {}))
+    else:
+        wrong = {"driver": {"driver": 2}, "scheduler": {"scheduler": "fast"}, "tiling": {"tiling": 3}}[how]
+        error = {"driver": MembershipError, "scheduler": PlanError, "tiling": UnsupportedError}[how]
+        with pytest.raises(error if rank else RemoteRankError):
+            halotile.decode(vae, a, group, "tile", timeout_s=60, **(wrong if rank else {}))
+    return _decode(group, x=a + 1), _decode(group, x=a)
+
+
+@pytest.mark.parametrize("how", ["driver", "scheduler", "tiling", "arguments"])
+def test_a_rank_that_cannot_begin_stays_in_step_with_the_others(how: str) -> None:
+    with torch.no_grad():
+        vae, a = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode")
+        second, third = vae.decode(a + 1).sample, vae.decode(a).sample
+    for results in run_ranks(_refused_before_the_call, 2, how):
+        assert torch.equal(results[0], second)
+        assert torch.equal(results[1], third)
+
+
+def _dropout_on_one(group):
+    name = "AutoencoderKLWan_2.1"
+    vae = tiled.build_tiled(name)
+    for part in vae.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.1
+    vae.train(torch.distributed.get_rank(group) == 1)
+    started = time.monotonic()
+    with pytest.raises(MismatchError, match="plan"):
+        _decode(group, vae=vae, x=tiled.tiled_input(name, "decode"), timeout_s=20)
+    return time.monotonic() - started
+
+
+def test_noise_on_some_ranks_only_is_a_mismatch_and_not_a_hang() -> None:
+    assert max(run_ranks(_dropout_on_one, 2)) < 60
 
 
 # --- group-local ranks
@@ -366,6 +409,80 @@ def _vae_changes_dtype(group):
 
 def test_a_vae_may_change_its_dtype_between_calls() -> None:
     assert run_ranks(_vae_changes_dtype, 2)[1] == (torch.float32, torch.bfloat16, torch.float64)
+
+
+# --- memory
+
+
+def test_caches_are_gone_when_the_call_is_over_without_the_garbage_collector() -> None:
+    name = "AutoencoderKLCogVideoX"
+    vae, x = tiled.build_tiled(name), tiled.tiled_input(name, "decode")
+
+    def live_bytes() -> int:
+        return sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor)
+
+    with torch.no_grad(), halotile.parallelize(vae, strategy="tile"):
+        vae.decode(x)
+        gc.collect()
+        before = live_bytes()
+        gc.disable()
+        try:
+            for _ in range(3):
+                vae.decode(x)
+            # a chain's caches are several megabytes; the board's and the report's leftovers are not
+            assert live_bytes() - before < 100_000
+        finally:
+            gc.enable()
+
+
+# --- hooks, weights
+
+
+def _hooked(group, half):
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, half)
+    network = vae.decoder if half == "decode" else vae.encoder
+    network.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    network.register_forward_hook(lambda module, args, out: None if out.isnan().any() else out * 0.5)
+    with torch.no_grad():
+        expected = tiled.call(vae, KL, half, x)
+        with halotile.parallelize(vae, group, strategy="tile"):
+            return tiled.call(vae, KL, half, x), expected
+
+
+@pytest.mark.parametrize("half", ["decode", "encode"])
+def test_hooks_on_the_network_run_once_a_call_on_real_values(half: str) -> None:
+    for out, expected in run_ranks(_hooked, 2, half):
+        assert torch.equal(out, expected)
+
+
+def test_a_network_that_was_changed_is_foreseen_anew() -> None:
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode")
+    with torch.no_grad(), halotile.parallelize(vae, strategy="tile"):
+        vae.decode(x)
+        torch.manual_seed(0)
+        vae.decoder.conv_out = torch.nn.Conv2d(vae.decoder.conv_out.in_channels, 4, 3, padding=1)
+        assert vae.decode(x).sample.shape[1] == 4
+
+
+def test_weights_that_hooks_cast_are_refused_and_stay_as_they_are() -> None:
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode").bfloat16()
+    vae.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
+    with torch.no_grad():
+        expected = vae.decode(x).sample
+        with halotile.parallelize(vae, strategy="tile"), pytest.raises(UnsupportedError, match="casts weights"):
+            vae.decode(x)
+        assert torch.equal(vae.decode(x).sample, expected)
+        assert torch.equal(halotile.decode(vae, x, strategy="serial"), expected)
+
+
+def test_halves_of_different_dtypes_are_given_what_they_take() -> None:
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode").bfloat16()
+    vae.decoder.bfloat16()
+    vae.post_quant_conv.bfloat16()
+    with torch.no_grad():
+        assert torch.equal(halotile.decode(vae, x, strategy="tile"), vae.decode(x).sample)
+        pixels = tiled.tiled_input(KL, "encode")
+        assert torch.equal(halotile.encode(vae, pixels, strategy="tile"), vae.encode(pixels).latent_dist.mode())
 
 
 # --- no state leaks

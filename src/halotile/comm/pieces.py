@@ -53,7 +53,8 @@ class Delivery:
         for index, piece in enumerate(pieces):
             if piece.owner == ranks.rank:
                 got = (tuple(made[index].shape), made[index].dtype)
-                assert got == (piece.shape, piece.dtype), f"piece {index}: planned {piece}, made {got}"
+                if got != (piece.shape, piece.dtype):
+                    raise RuntimeError(f"piece {index}: planned {piece}, made {got}")
         self._pieces = pieces
         self._ranks = ranks
         own = {index: _dense(tensor) for index, tensor in made.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,11 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class TorchTransport:
     """A process group's transport. Use `TorchTransport.of`: calls are numbered, so a group has just one."""
 
-    # kept for good, as torch keeps its groups; calls of a group must be counted from its first one
-    _of_group: ClassVar[dict[dist.ProcessGroup, TorchTransport]] = {}
+    # neither keeps a group alive that its program has destroyed
+    _of_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, TorchTransport]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = ref(group)
         self.counters = Counters()
         self.calls = 0
         self.forgotten = 0
@@ -43,6 +44,14 @@ class TorchTransport:
         if group not in cls._of_group:
             cls._of_group[group] = cls(group)
         return cls._of_group[group]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. Raises MembershipError when it is no more: to torch, no group would mean the world."""
+        group = self._group()
+        if group is None:
+            raise MembershipError("the process group of this call was destroyed; make a new one, and parallelize again")
+        return group
 
     @property
     def rank(self) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from halotile.comm import Call, Delivery, Piece, Ranks
 from halotile.decode.foresee import Companion
 from halotile.decode.noise import Noise
-from halotile.decode.patch import patched
-from halotile.decode.record import NetworkCall, Recording, SharedList, network_of, record
+from halotile.decode.record import NetworkCall, Recording, SharedList, network_of, record, stand_in
 from halotile.errors import UnsupportedError
 from halotile.families import Family, Half
 from halotile.planning import Scheduler, deal, loads_of
@@ -32,10 +32,18 @@ class Dealt:
     @property
     def digest(self) -> str:
         """A short name of the plan: which rank runs which calls, and what they return."""
-        calls = [(call.outcome.shape, str(call.outcome.dtype), call.cells) for call in self.recording.calls]
+        calls = [
+            (call.outcome.shape, str(call.outcome.dtype), len(call.outcome.draws), call.cells)
+            for call in self.recording.calls
+        ]
         text = repr((self.recording.chains, self.owners, calls))
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         return f"{len(self.owners)} chains of {len(calls)} calls, {name}"
+
+    @property
+    def draws(self) -> bool:
+        """Whether any call draws noise."""
+        return any(call.outcome.draws for call in self.recording.calls)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -80,7 +88,7 @@ def run_dealt(
     """
     network = network_of(vae, half)
     clear = getattr(vae, family.carries) if family is not None and family.carries is not None else None
-    noise = Noise(dealt.recording.calls, call.ranks, device)
+    noise = Noise(dealt.recording.calls, call, device)
     made: dict[int, torch.Tensor] = {}
     with call.together("work"):
         noise.foresee(dealt.recording.calls)
@@ -96,7 +104,8 @@ def run_dealt(
         if call.ranks.rank in receivers
         else {}
     )
-    results = delivery.deliver(layouts)
+    with call.shared_fate():
+        results = delivery.deliver(layouts)
     del delivery
     with call.together("end"):
         return _replay(network, vae, family, dealt.recording, results, plain) if results else None
@@ -111,35 +120,44 @@ def _run_chain(
     piece_done: Callable[[], None],
 ) -> dict[int, torch.Tensor]:
     """Run one chain's calls in order, with caches of its own."""
-    lists: dict[int, list[Any]] = {}
-    companions: dict[tuple[int, int], Any] = {}
-
-    def real(value: Any) -> Any:
-        if isinstance(value, SharedList):
-            return lists.setdefault(value.identity, [real(element) for element in value.elements])
-        if isinstance(value, Companion):
-            return companions[value.call, value.position]
-        if type(value) is tuple:
-            return tuple(real(element) for element in value)
-        if type(value) is dict:
-            return {name: real(element) for name, element in value.items()}
-        return value
-
+    kept = _Kept()
     results: dict[int, torch.Tensor] = {}
     try:
         if clear is not None:
             clear()
         for index in chain:
             noise.before(index)
-            output = network(*real(calls[index].args), **real(calls[index].kwargs))
+            output = network(*kept.real(calls[index].args), **kept.real(calls[index].kwargs))
             result, *rest = output if isinstance(output, (tuple, list)) else (output,)
-            companions = {(index, position): value for position, value in enumerate(rest)}
+            kept.companions = {(index, position): value for position, value in enumerate(rest)}
+            if isinstance(result, FakeTensor) or result.device.type == "meta":
+                raise RuntimeError(f"call {index} returned a tensor without values")
             results[index] = result
             piece_done()
     finally:
         if clear is not None:
             clear()
     return results
+
+
+class _Kept:
+    """What the calls of one chain hand on: gone with the chain, as nothing refers back to it."""
+
+    def __init__(self) -> None:
+        self.lists: dict[int, list[Any]] = {}
+        self.companions: dict[tuple[int, int], Any] = {}
+
+    def real(self, value: Any) -> Any:
+        """A recorded argument as the call is to get it."""
+        if isinstance(value, SharedList):
+            return self.lists.setdefault(value.identity, [self.real(element) for element in value.elements])
+        if isinstance(value, Companion):
+            return self.companions[value.call, value.position]
+        if type(value) is tuple:
+            return tuple(self.real(element) for element in value)
+        if type(value) is dict:
+            return {name: self.real(element) for name, element in value.items()}
+        return value
 
 
 def _replay(
@@ -163,7 +181,7 @@ def _replay(
         return result if companions is None else (result, *[None] * companions)
 
     # the state that a clearing method would clear is not there: nothing ran on this rank's modules for these calls
-    with patched(network, forward=forward):
+    with stand_in(network, forward):
         output = plain()
     assert served == len(recording.calls), f"recorded {len(recording.calls)} calls, replayed {served}"
     return output

@@ -42,11 +42,18 @@ def check_input(x: object, half: Half) -> torch.Tensor:
     return x
 
 
-def dtype_of(vae: Any, fallback: torch.dtype) -> torch.dtype:
-    """The dtype of the first floating parameter, which is what the VAE computes in."""
-    parameters = getattr(vae, "parameters", None)
-    floating = (p.dtype for p in parameters() if p.is_floating_point()) if callable(parameters) else iter(())
-    return next(floating, fallback)
+def dtype_of(vae: Any, half: Half, given: torch.dtype) -> torch.dtype:
+    """The dtype that an input of dtype `given` is cast to: its own when this half of the VAE has weights of it.
+
+    Else the VAE's own `dtype`, which diffusers keeps right where weights are stored in another than they compute in.
+    """
+    network = getattr(vae, "decoder" if half == "decode" else "encoder", vae)
+    parameters = network.parameters() if isinstance(network, torch.nn.Module) else ()
+    floating = [p.dtype for p in parameters if p.is_floating_point()]
+    if given in floating or not floating:
+        return given
+    own = getattr(vae, "dtype", floating[0])
+    return own if isinstance(own, torch.dtype) else floating[0]
 
 
 def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

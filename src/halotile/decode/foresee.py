@@ -78,6 +78,9 @@ class Companion:
     position: int
 
 
+_HOOKED = ("_diffusers_hook", "_hf_hook")
+"""Where diffusers (layerwise casting, group offload) and accelerate (sequential offload) keep their hooks."""
+
 _BLIND = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """What fake tensors raise where only real values would do."""
 
@@ -104,6 +107,13 @@ class Foresight:
         self.forgotten = forgotten
         # a compiled network would be traced again; what it wraps returns the same shapes
         self._plain: nn.Module = getattr(network, "_orig_mod", network)
+        for part in self._plain.modules():
+            for name in _HOOKED:
+                if hasattr(part, name):
+                    raise UnsupportedError(
+                        f"a hook inside of the {type(self._plain).__name__} (on a {type(part).__name__}, {name}) moves "
+                        "or casts weights while it runs, so its calls cannot be followed without data"
+                    )
         # taken now, since a recorder is about to stand in for it
         self._forward = self._plain.forward
         # fakes of the weights are kept by a mode, and go stale when the weights change their dtype
@@ -173,36 +183,33 @@ class Foresight:
         outcome = Outcome(tuple(result.shape), result.dtype, companions, tuple(log.draws))
         return outcome, tuple(rest), [list(each) for each in _lists_in((args, kwargs))], modules
 
-    def _fake(self, values: Any, past: Past, size: tuple[int, int], small: tuple[int, int] | None) -> Any:
-        """`values` with fakes for tensors (those of `size` being `small`) and companions, and the past's lists."""
-
-        def one(value: Any) -> Any:
-            if isinstance(value, FakeTensor):
-                return value
-            if isinstance(value, torch.Tensor):
-                if small is not None and value.dim() >= 4 and tuple(value.shape[-2:]) == size:
-                    with self._memory.mode:
-                        return torch.empty((*value.shape[:-2], *small), dtype=value.dtype, device=value.device)
-                return self._memory.mode.from_tensor(value)
-            if isinstance(value, Companion):
-                return past.returned[value.call][value.position]
-            if type(value) is list:
-                if id(value) not in past.lists:
-                    past.lists[id(value)] = [one(element) for element in value]
-                return past.lists[id(value)]
-            if type(value) is tuple:
-                return tuple(one(element) for element in value)
-            if type(value) is dict:
-                return {name: one(element) for name, element in value.items()}
+    def _fake(self, value: Any, past: Past, size: tuple[int, int], small: tuple[int, int] | None) -> Any:
+        """`value` with fakes for tensors (those of `size` being `small`) and companions, and the past's lists."""
+        if isinstance(value, FakeTensor):
             return value
-
-        return one(values)
+        if isinstance(value, torch.Tensor):
+            if small is not None and value.dim() >= 4 and tuple(value.shape[-2:]) == size:
+                with self._memory.mode:
+                    return torch.empty((*value.shape[:-2], *small), dtype=value.dtype, device=value.device)
+            return self._memory.mode.from_tensor(value)
+        if isinstance(value, Companion):
+            return past.returned[value.call][value.position]
+        if type(value) is list:
+            if id(value) not in past.lists:
+                past.lists[id(value)] = [self._fake(element, past, size, small) for element in value]
+            return past.lists[id(value)]
+        if type(value) is tuple:
+            return tuple(self._fake(element, past, size, small) for element in value)
+        if type(value) is dict:
+            return {name: self._fake(element, past, size, small) for name, element in value.items()}
+        return value
 
     @contextmanager
     def _state(self, modules: dict[int, dict[str, Any]]) -> Iterator[Any]:
         """Give the network the state of `modules` for a while; yields a function that reads what it has become."""
         parts = list(self._plain.modules())
         before = [dict(vars(part)) for part in parts]
+        contents = [{name: list(value) for name, value in was.items() if type(value) is list} for was in before]
         for position, attributes in modules.items():
             vars(parts[position]).update(attributes)
 
@@ -212,24 +219,35 @@ class Foresight:
                     name: value
                     for name, value in vars(part).items()
                     if name not in self.forgotten
-                    and (isinstance(value, FakeTensor) or (name in was and value is not was[name]))
+                    and (
+                        isinstance(value, FakeTensor)
+                        or (name in was and value is not was[name])
+                        or (name in held and held[name] != value)
+                    )
                 }
-                for position, (part, was) in enumerate(zip(parts, before, strict=True))
+                for position, (part, was, held) in enumerate(zip(parts, before, contents, strict=True))
             }
             return {position: attributes for position, attributes in now.items() if attributes}
 
         try:
             yield changed
         finally:
-            for part, was in zip(parts, before, strict=True):
+            for part, was, held in zip(parts, before, contents, strict=True):
                 vars(part).clear()
                 vars(part).update(was)
+                for name, elements in held.items():
+                    was[name][:] = elements
 
     def _setting(self) -> tuple[Any, ...]:
-        first = next(self._plain.parameters(), None)
-        kind = first.device.type if first is not None else "cpu"
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return (first.dtype if first is not None else None, kind, autocast, self._plain.training)
+        """What outcomes depend on besides arguments: weights (their kind, not their values), autocast, mode."""
+        weights = [*self._plain.parameters(), *self._plain.buffers()]
+        kind = weights[0].device.type if weights else "cpu"
+        # torch knows no autocast of meta, where weights lie that something else brings in for each call
+        autocast = None
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            autocast = torch.get_autocast_dtype(kind)
+        shapes = tuple((id(weight), tuple(weight.shape), weight.dtype) for weight in weights)
+        return shapes, kind, autocast, self._plain.training
 
 
 class _Memory:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Deliver, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Ranks
 from halotile.decode.door import tensor_of
 from halotile.decode.parallelize import Handle, handle_of, parallelize
 from halotile.decode.run import Progress, Strategy
-from halotile.errors import UnsupportedError
+from halotile.errors import HalotileError, UnsupportedError
 from halotile.families import Half, sync_window
 from halotile.planning import Scheduler
 
@@ -100,11 +100,27 @@ def _once(
     timeout_s: float,
     progress: Progress | None,
 ) -> torch.Tensor | None:
-    if handle_of(vae) is not None:
-        raise UnsupportedError(
-            f"this {type(vae).__name__} is parallelized: call its {half} method, or remove() its handle first"
+    ranks = Ranks.of(group)
+    try:
+        if handle_of(vae) is not None:
+            raise UnsupportedError(
+                f"this {type(vae).__name__} is parallelized: call its {half} method, or remove() its handle first"
+            )
+        handle = parallelize(
+            vae,
+            group,
+            strategy,
+            deliver,
+            tiling,
+            scheduler,
+            (half,),
+            driver=driver,
+            timeout_s=timeout_s,
+            progress=progress,
         )
-    with parallelize(
-        vae, group, strategy, deliver, tiling, scheduler, (half,), driver=driver, timeout_s=timeout_s, progress=progress
-    ):
+    except HalotileError as error:
+        # the other ranks are making this call, and count it
+        Call(ranks).fail(error)
+        raise
+    with handle:
         return tensor_of(getattr(vae, half)(x, **own))

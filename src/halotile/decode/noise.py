@@ -6,23 +6,28 @@ from collections.abc import Sequence
 
 import torch
 
-from halotile.comm import Ranks
+from halotile.comm import Call
 from halotile.decode.record import NetworkCall
 
 
 class Noise:
     """The default generator as it stands before each call of one rank's program order.
 
-    The first rank's generator is taken for all (a collective, when there is anything to draw), the draws of every call
-    are repeated in order, and the states between them are kept: a call then draws the same numbers on whichever rank it
-    runs, and afterwards every generator stands where one rank's would. Networks that draw nothing cost nothing.
+    The first rank's generator is taken for all, the draws of every call are repeated in order, and the states between
+    them are kept: a call then draws the same numbers on whichever rank it runs, and afterwards every generator stands
+    where one rank's would. Networks that draw nothing cost nothing.
     """
 
-    def __init__(self, calls: Sequence[NetworkCall], ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, calls: Sequence[NetworkCall], call: Call, device: torch.device) -> None:
         self._device = device
         self._states: list[torch.Tensor] = []
-        if any(call.outcome.draws for call in calls):
-            self._states.append(ranks.transport.broadcast(_get(device), 0))
+        if any(each.outcome.draws for each in calls):
+            self._states.append(torch.frombuffer(bytearray(call.notes("start")[0]), dtype=torch.uint8))
+
+    @staticmethod
+    def note(device: torch.device) -> bytes:
+        """What the first rank notes for the others when they meet: how its generator stands."""
+        return bytes(_get(device).numpy().tobytes())
 
     def foresee(self, calls: Sequence[NetworkCall]) -> None:
         """Work out the states between `calls`."""

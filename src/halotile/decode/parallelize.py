@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from types import MethodType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Deliver, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Ranks
 from halotile.decode.report import DecodeReport
 from halotile.decode.run import Options, Progress, Strategy, check_class, run_call
 from halotile.errors import PlanError, UnsupportedError
@@ -117,14 +118,23 @@ class _Method:
         self.was_set = half in vars(handle.vae)
         self.original: Callable[..., Any] = getattr(handle.vae, half)
         self.removed = False
+        self.__signature__ = inspect.signature(self.original)
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.removed:
             # whoever wrapped this method before it was removed still calls it
-            return self.original(x, *args, **kwargs)
+            return self.original(*args, **kwargs)
         handle = self.handle
+        handle.report = None
+        try:
+            self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            # the other ranks are making this call, and count it
+            Call(handle.ranks).fail(error)
+            raise
+        x = args[0] if args else kwargs.pop(next(iter(self.__signature__.parameters)))
         output, handle.report = run_call(
-            handle.vae, self.half, self.original, x, args, kwargs, handle.ranks, handle.options, handle.progress
+            handle.vae, self.half, self.original, x, args[1:], kwargs, handle.ranks, handle.options, handle.progress
         )
         return output
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch import nn
 from halotile.decode.door import tensor_of
 from halotile.decode.foresee import Companion, Foresight, Outcome, Past
 from halotile.decode.patch import patched
+from halotile.decode.witness import Witness
 from halotile.errors import HalotileError, PlanError, UnsupportedError
 from halotile.families import Family, Half
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,12 @@ def record(
     """
     network = network_of(vae, half)
     unit = None if family is None else 1 if half == "decode" else family.ratio(vae)
-    recorder = _Recorder(network, family, unit)
+    recorder = _Recorder(vae, network, family, unit)
     shell: object = None
     with ExitStack() as stack:
-        stack.enter_context(patched(network, forward=recorder.forward))
+        stack.enter_context(stand_in(network, recorder.forward))
+        # what the loop itself draws, it draws once, when it is replayed
+        stack.enter_context(torch.random.fork_rng(devices=_cuda_of(network)))
         if family is not None:
             stack.enter_context(patched(vae, **dict.fromkeys(family.blends, _keep_second)))
             if family.carries is not None:
@@ -92,6 +101,19 @@ def network_of(vae: Any, half: Half) -> nn.Module:
     return network
 
 
+@contextmanager
+def stand_in(network: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of `network` go to `forward`; hooks on it are for the real calls, and run when those do."""
+    hooks = {name: OrderedDict[int, Any]() for name in _HOOKS if name in vars(network)}
+    with patched(network, forward=forward, **hooks):
+        yield
+
+
+def _cuda_of(network: nn.Module) -> list[torch.device]:
+    first = next(network.parameters(), None)
+    return [first.device] if first is not None and first.device.type == "cuda" else []
+
+
 def _check_size(name: str, recorder: _Recorder, shell: object, size: tuple[int, int]) -> None:
     """The whole must be as large as its parts say: input cells times what a call makes of them, or a multiple of it."""
     call = recorder.calls[0]
@@ -115,14 +137,13 @@ def _keep_second(a: torch.Tensor, b: torch.Tensor, *extent: object, **dims: obje
 class _Recorder:
     """The stand-in for a network's `forward`."""
 
-    def __init__(self, network: nn.Module, family: Family | None, unit: int | None) -> None:
+    def __init__(self, vae: Any, network: nn.Module, family: Family | None, unit: int | None) -> None:
         self.carries = family is not None and family.carries is not None
         # stand-ins on the meta device cost nothing, and show when a result is needed too early
         self.on_meta = family is None or family.record_on == "meta"
         self.foresight = Foresight(network, self.carries, unit, () if family is None else family.forgotten)
         # what halotile knows of, it knows to be steered by arguments alone
-        self.settings: dict[tuple[str, str], object] | None = {} if family is None else None
-        self.network = network
+        self.witness = Witness(vae, network) if family is None else None
         self.calls: list[NetworkCall] = []
         self.chain_of: list[int] = []
         self.lists: dict[int, tuple[list[Any], int]] = {}
@@ -137,11 +158,12 @@ class _Recorder:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         index = len(self.calls)
-        if self.settings is not None:
-            self._check_settings()
+        if self.witness is not None:
+            self.witness.check((*args, *kwargs.values()))
         chain = self._chain(args, kwargs)
         past = self.pasts.setdefault(chain, Past())
-        kept_args, kept_kwargs = _frozen((args, kwargs))
+        # of an unknown loop, copies: it may use the memory of its inputs again
+        kept_args, kept_kwargs = _frozen((args, kwargs), copy=self.witness is not None)
         outcome = self.foresight.call(index, args, kwargs, past)
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if first is None:
@@ -160,19 +182,6 @@ class _Recorder:
             return result
         return (result, *(Companion(index, position) for position in range(outcome.companions)))
 
-    def _check_settings(self) -> None:
-        """Refuse a loop that sets flags on its network's modules between calls: they are gone when the calls run."""
-        now: dict[tuple[str, str], object] = {
-            (name, key): value
-            for name, module in self.network.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str, tuple, type(None)))
-        }
-        if self.settings and now != self.settings:
-            changed = sorted({key for (_, key), value in now.items() if value != self.settings.get((_, key))})
-            raise UnsupportedError(f"the loop sets {', '.join(changed)} on its network's modules from call to call")
-        self.settings = now
-
     def _chain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The chain of a call: that of the list or value of an earlier call that it is given, else a new one."""
         if self.carries:
@@ -181,6 +190,11 @@ class _Recorder:
             return self.open_chain
         values = (*args, *kwargs.values())
         joined = {self.chain_of[value.call] for value in values if isinstance(value, Companion)}
+        for value in values:
+            if isinstance(value, Companion) and self.chain_of.index(self.chain_of[value.call], value.call) != max(
+                index for index, chain in enumerate(self.chain_of) if chain == self.chain_of[value.call]
+            ):
+                raise UnsupportedError("a call of the loop is given the cache of one that others followed already")
         joined |= {self.lists[id(value)][1] for value in values if type(value) is list and id(value) in self.lists}
         if len(joined) > 1:
             raise UnsupportedError("a call of the loop joins the caches of two others, so calls cannot be dealt apart")
@@ -202,15 +216,15 @@ class _Recorder:
         return Recording(tuple(self.calls), tuple(tuple(chain) for chain in chains.values()))
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Any, copy: bool) -> Any:
     """`value` with every list in it noted as it is now: its identity and its elements."""
     if type(value) is list:
         return SharedList(id(value), tuple(value))
     if type(value) is tuple:
-        return tuple(_frozen(element) for element in value)
+        return tuple(_frozen(element, copy) for element in value)
     if type(value) is dict:
-        return {name: _frozen(element) for name, element in value.items()}
-    return value
+        return {name: _frozen(element, copy) for name, element in value.items()}
+    return value.clone() if copy and isinstance(value, torch.Tensor) else value
 
 
 @dataclass(frozen=True)

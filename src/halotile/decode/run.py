@@ -20,10 +20,11 @@ from halotile.decode.door import (
     dtype_of,
     map_tensors,
 )
+from halotile.decode.noise import Noise
 from halotile.decode.patch import patched
 from halotile.decode.report import DecodeReport
 from halotile.errors import PlanError, UnsupportedError
-from halotile.families import UNREAD, Half, check_loop, family_of, temporal_loop_runs
+from halotile.families import UNREAD, Half, check_loop, family_of, temporal_loop_runs, temporal_note
 from halotile.geometry import Extents
 from halotile.planning import SCHEDULERS, Scheduler
 
@@ -86,30 +87,29 @@ def run_call(
         stack.enter_context(torch.no_grad())
         receivers = options.receivers(ranks)
         tile, reason = _choose(vae, half, options, ranks)
-        family = family_of(vae)
+        family, shape = family_of(vae), tuple(tensor.shape)
         if tile:
             stack.enter_context(patched(vae, use_tiling=True))
-        if getattr(vae, "use_tiling", False) or temporal_loop_runs(vae, half, tuple(tensor.shape)):
-            mended = check_loop(vae, half, tuple(tensor.shape))
+        if getattr(vae, "use_tiling", False) or temporal_loop_runs(vae, half, shape):
+            mended = check_loop(vae, half, shape)
             stack.enter_context(patched(vae, **mended))
             reason += "".join(
                 f"; {name} set to {value} for this call: the last tile was thinner than the class takes"
                 for name, value in mended.items()
             )
-        if temporal_loop_runs(vae, half, tuple(tensor.shape)):
-            reason += "; the class's loop over frames ran, too"
+        reason += temporal_note(vae, half, shape)
         plain = _plain(vae, half, original, tensor, args, kwargs)
         dealt: Dealt | None = None
         if tile:
             try:
                 with call.shared_fate():
-                    dealt = deal_loop(
-                        vae, half, family, ranks, options.scheduler, (tensor.shape[-2], tensor.shape[-1]), plain
-                    )
+                    dealt = deal_loop(vae, half, family, ranks, options.scheduler, (shape[-2], shape[-1]), plain)
             except UnsupportedError as error:
                 if options.strategy != "auto":
                     raise
                 reason = f"auto: serial, since {error}"
+        if dealt is not None and dealt.draws:
+            call.note(Noise.note(tensor.device))
         call.meet(_facts(vae, half, tensor, options, dealt))
         if dealt is not None:
             total = len(dealt.recording.calls)
@@ -192,7 +192,7 @@ def _plain(
     kwargs: dict[str, Any],
 ) -> Callable[[], Any]:
     """The VAE's own call, in its own dtype, once cast."""
-    x = tensor.to(dtype_of(vae, tensor.dtype))
+    x = tensor.to(dtype_of(vae, half, tensor.dtype))
     family, batch = family_of(vae), x.shape[0]
     if family is None or family.own_slicing or not getattr(vae, "use_slicing", False) or batch == 1:
         return lambda: original(x, *args, **kwargs)

@@ -42,7 +42,7 @@ def check_loop(vae: Any, half: Half, shape: tuple[int, ...]) -> dict[str, int]:
         if fault is not None:
             raise PlanError(f"{name} cannot {half} {_size(shape)}: {fault}")
         if loop.thinnest < family.min_tile_lat(vae, half):
-            mended |= _thicker(vae, family, loop, name)
+            mended |= _thicker(vae, family, loop, f"{name} cannot {half} {_size(shape)}")
     return mended
 
 
@@ -55,6 +55,15 @@ def temporal_loop_runs(vae: Any, half: Half, shape: tuple[int, ...]) -> bool:
     window = getattr(vae, loop.window) // (vae.temporal_compression_ratio if half == "decode" else 1)
     flag = loop.decode_flag if half == "decode" else loop.encode_flag
     return bool(getattr(vae, flag)) and shape[2] > window
+
+
+def temporal_note(vae: Any, half: Half, shape: tuple[int, ...]) -> str:
+    """What to say of the class's own loop over frames, if it runs on such an input; else nothing."""
+    family = family_of(vae)
+    if family is None or family.temporal is None or not temporal_loop_runs(vae, half, shape):
+        return ""
+    defect = f": {family.temporal.defect}" if family.temporal.defect and half == "decode" else ""
+    return f"; the class's loop over frames ran, too{defect}"
 
 
 def set_window(vae: Any, window_px: int, stride_px: int) -> None:
@@ -124,20 +133,26 @@ def _check_frames(vae: Any, family: Family, half: Half, shape: tuple[int, ...]) 
         raise PlanError(f"{asked}: both must be multiples of {ratio} frames, or frames are shifted")
 
 
-def _thicker(vae: Any, family: Family, loop: AxisLoop, name: str) -> dict[str, int]:
+def _thicker(vae: Any, family: Family, loop: AxisLoop, asked: str) -> dict[str, int]:
     """A stride with which no tile is thinner than the family's least: none at all when one window holds the axis."""
-    assert isinstance(family.layout, AxisStride), f"{name} has a least tile but no stride"
+    if not isinstance(family.layout, AxisStride):
+        raise PlanError(
+            f"{asked}: the last tile along {loop.axis} would have {loop.thinnest} latents; window {loop.window_set}, "
+            f"stride {loop.stride_set}"
+        )
     key = f"tile_sample_stride_{loop.axis}"
     unit = family.ratio(vae) // family.layout.patch(vae)
     step = 1 if loop.half == "decode" else unit
     least = family.min_tile_lat(vae, loop.half) * step
+    if loop.length < least:
+        raise PlanError(f"{asked}: {loop.axis} has {loop.length} cells, the class takes no fewer than {least}")
     if loop.window >= loop.length:
         return {key: int(getattr(vae, f"tile_sample_min_{loop.axis}"))}
     for stride in range(loop.stride, 0, -step):
         if min(loop.window, loop.length - range(0, loop.length, stride)[-1]) >= least:
             return {key: stride * unit if loop.half == "decode" else stride}
     raise PlanError(
-        f"{name} needs tiles of at least {least // step} latents, and no stride up to {loop.stride} leaves the "
+        f"{asked}: it needs tiles of at least {least // step} latents, and no stride up to {loop.stride} leaves the "
         f"last tile of {loop.length} along {loop.axis} that large"
     )
 

@@ -34,6 +34,7 @@ class AxisLoop:
     ratio: int
     window_set: str
     stride_set: str
+    needs_overlap: bool = False
 
     @property
     def starts(self) -> range:
@@ -60,6 +61,8 @@ class AxisLoop:
         asked = f"{self.half} along {self.axis}: window {self.window_set}, stride {self.stride_set}"
         if self.window < 1 or self.stride < 1:
             return f"{asked} make tiles of {self.window} cells every {self.stride}; both must be at least 1"
+        if self.needs_overlap and self.blend < 1 and self.window < self.length:
+            return f"{asked}: without an overlap of at least one row of the result the class cuts every tile to nothing"
         if self.stride > self.window < self.length:
             return f"{asked}: the stride exceeds the window, so the rows between two tiles would be lost"
         if len(self.starts) == 1:
@@ -179,12 +182,15 @@ class AxisFactor:
 class AxisStride:
     """A window and a stride an axis, in pixels; the loop divides by the ratio where it needs latents.
 
-    `patch` reads the side of the patches that the class folds into channels around its network (Wan 2.2): its loop
-    then counts folded pixels on the encoder's side. `latent_pair` marks a class that also keeps the window in latents.
+    `crossed` marks a class that compares the width with the window's height, and the height with its width, to see
+    whether to tile. `patch` reads the side of the patches that the class folds into channels around its network (Wan
+    2.2): its loop then counts folded pixels on the encoder's side. `latent_pair` marks a class that also keeps the
+    window in latents.
     """
 
     patch: Callable[[Any], int] = lambda vae: 1
     latent_pair: bool = False
+    crossed: bool = False
 
     def axes(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> tuple[AxisLoop, AxisLoop]:
         one, two = (
@@ -207,6 +213,8 @@ class AxisStride:
 
     def enters(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> bool:
         tall, wide = vae.tile_sample_min_height, vae.tile_sample_min_width
+        if self.crossed:
+            tall, wide = wide, tall
         if half == "decode":
             return bool(height > tall // ratio or width > wide // ratio)
         return bool(height > tall or width > wide)
@@ -240,7 +248,7 @@ class AxisMinOverlap:
         return AxisLoop(
             axis, half, length, window // into, stride // into, stride // out, overlap // out, ratio,
             f"{window} px (tile_sample_min_{axis})",
-            f"{stride} px ({window} less tile_sample_min_overlap_{axis}={overlap})",
+            f"{stride} px ({window} less tile_sample_min_overlap_{axis}={overlap})", needs_overlap=True,
         )  # fmt: skip
 
     def enters(self, vae: Any, half: Half, height: int, width: int, ratio: int) -> bool:

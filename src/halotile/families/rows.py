@@ -53,10 +53,14 @@ class Family:
 
 @dataclass(frozen=True)
 class Temporal:
-    """A loop over frames with a window and a stride in sample frames, switched on by a flag a half."""
+    """A loop over frames with a window and a stride in sample frames, switched on by a flag a half.
+
+    `defect` is what the class's decode gets wrong with it, to be said where it runs.
+    """
 
     decode_flag: str
     encode_flag: str
+    defect: str = ""
     window: str = "tile_sample_min_num_frames"
     stride: str = "tile_sample_stride_num_frames"
 
@@ -82,6 +86,16 @@ def _refiner_decode(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | No
     if half == "encode":
         return None
     return "its own tiled_decode cuts every tile of pixels to as many rows as it had latents, and loses the rest"
+
+
+def _dc_padding(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
+    ratio = vae.spatial_compression_ratio
+    window = (vae.tile_sample_min_height, vae.tile_sample_min_width)
+    if half == "encode" and any(side % ratio for side in window):
+        return (
+            f"its own tiled_encode pads tiles of {window[0]} x {window[1]} px to multiples of {ratio}, and shifts rows"
+        )
+    return None
 
 
 def _magvit_encode(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
@@ -143,7 +157,12 @@ def _two_to_reflect(vae: Any, half: Half) -> int:
 
 
 _FOLDED = AxisStride(patch=lambda vae: int(vae.config.patch_size or 1))
-_LTX = Temporal("use_framewise_decoding", "use_framewise_decoding")  # its encode reads the flag for decoding
+# its encode reads the flag for decoding; later chunks drop their last frame where the first is the one too many
+_LTX = Temporal(
+    "use_framewise_decoding",
+    "use_framewise_decoding",
+    defect="in diffusers 0.42.1 it shows every frame after its first chunk one frame late",
+)
 _LTX_BLENDS = ("blend_v", "blend_h", "blend_t")
 
 _ROWS = (
@@ -203,8 +222,10 @@ _ROWS = (
         _halvings("block_out_channels"),
     ),
     Family("AutoencoderKLMochi", AxisStride(), _SPATIAL, refuse=(_mochi_framewise,)),
-    Family("AutoencoderKLMagvit", AxisStride(), _SPATIAL, carries="_clear_conv_cache", refuse=(_magvit_encode,)),
-    Family("AutoencoderDC", AxisStride(latent_pair=True), _SPATIAL),
+    Family(
+        "AutoencoderKLMagvit", AxisStride(crossed=True), _SPATIAL, carries="_clear_conv_cache", refuse=(_magvit_encode,)
+    ),
+    Family("AutoencoderDC", AxisStride(latent_pair=True), _SPATIAL, refuse=(_dc_padding,)),
     # its loop mixes each result at once with masks on the input's device
     Family(
         "AutoencoderTiny",
