@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -18,6 +18,7 @@ import halotile
 from halotile.cli.launch import Seat
 from halotile.cli.options import Spread
 from halotile.cli.vaes import decode_arguments, ratio_of
+from halotile.comm import Call, Ranks
 from halotile.decode.patch import patched
 from halotile.decode.report import DecodeReport
 from halotile.errors import PlanError, UnsupportedError
@@ -73,12 +74,15 @@ def decode(vae: Any, latents: Tensor, seat: Seat, spread: Spread, label: str) ->
 
 
 def total(seat: Seat, *counts: int) -> tuple[int, ...]:
-    """Each count summed over the ranks; every rank must call it."""
-    if seat.group is None:
-        return counts
-    sums = torch.tensor(counts, dtype=torch.int64, device=seat.device)
-    dist.all_reduce(sums, group=seat.group)
-    return tuple(sums.tolist())
+    """Each count summed over the ranks; every rank must call it.
+
+    As notes on the group's board: gloo's thread may still hold a collective's tensors when a program ends right after
+    it, and then aborts the process.
+    """
+    with Call(Ranks.of(seat.group)) as call:
+        call.note(json.dumps(counts).encode())
+        call.meet({})
+        return tuple(map(sum, zip(*(json.loads(note) for note in call.notes("start")), strict=True)))
 
 
 @torch.inference_mode()
