@@ -249,6 +249,16 @@ def test_another_number_of_ranks_than_torchruns_is_refused(
     assert capsys.readouterr().err == expected
 
 
+def test_encode_does_not_write_latents_over_a_picture(
+    bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = out / "x.png"
+    picture.write_bytes(b"a picture")
+    assert in_process("encode", bench.photo, "--vae", bench.image_vae, "-o", picture) == 2
+    assert "name it x.safetensors" in capsys.readouterr().err
+    assert picture.read_bytes() == b"a picture"
+
+
 def test_an_error_of_started_ranks_is_one_line(bench: Bench, out: Path) -> None:
     options = ("--vae", bench.image_vae, "-o", str(out / "a.png"), "--ranks", "2")
     done = spawned("decode", bench.photo_latent, *options, "--tile", "30", "--stride", "20")

@@ -276,7 +276,15 @@ def test_set_window_sets_exactly_what_is_asked_or_leaves_the_vae_alone(name: str
 
 
 @pytest.mark.parametrize(
-    ("window", "stride", "said"), [(60, 48, "not whole latents"), (64, 72, "72"), (0, 0, "more than 0"), (-8, -8, "0")]
+    ("window", "stride", "said"),
+    [
+        (60, 48, "not whole latents"),
+        (64, 72, "72"),
+        (0, 0, "at least"),
+        (-8, -8, "at least"),
+        (64, 0, "more than 0"),
+        (64.0, 48, "whole pixels"),
+    ],
 )
 def test_windows_that_cannot_be_are_refused(window: int, stride: int, said: str) -> None:
     vae = tiny.build("AutoencoderKL")

@@ -546,7 +546,9 @@ def test_magvit_does_not_keep_frames_of_a_call_that_failed() -> None:
         ({"deliver": "everyone"}, PlanError, "everyone"),
         ({"scheduler": "random"}, PlanError, "random"),
         ({"halves": ("decode", "both")}, PlanError, "both"),
-        ({"halves": ()}, PlanError, "halves"),
+        ({"halves": ()}, PlanError, "at least one"),
+        ({"halves": "decode"}, PlanError, "give a tuple"),
+        ({"progress": 3}, PlanError, "progress=3 is not callable"),
         ({"tiling": object()}, UnsupportedError, "tiling"),
         ({"driver": 1}, MembershipError, "driver=1"),
         ({"timeout_s": 0}, PlanError, "timeout_s"),
@@ -558,6 +560,14 @@ def test_options_that_cannot_be_are_refused_at_once(options, error, said) -> Non
     with pytest.raises(error, match=said):
         halotile.parallelize(vae, **options)
     assert "decode" not in vars(vae)
+
+
+def test_torchrun_without_a_process_group_is_refused_and_not_run_alone(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode")
+    with pytest.raises(MembershipError, match="is not initialised, so each would work alone"):
+        halotile.parallelize(vae)
+    assert torch.equal(halotile.decode(vae, x, halotile.Ranks.alone(), "tile"), _expected())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halotile.cli.files import check_readable, check_writable, kind_of_input
+from halotile.cli.files import (
+    PICTURE_SUFFIXES,
+    READABLE_CLIP_SUFFIXES,
+    FileError,
+    check_readable,
+    check_writable,
+    kind_of_input,
+)
 from halotile.cli.launch import Seat, on_ranks
 from halotile.cli.options import (
     DeviceOption,
@@ -51,6 +58,8 @@ def encode(
     spread = Spread.of(strategy, tile, stride)
     kind_of_input(source)
     check_readable(source)
+    if output.suffix.lower() in (*PICTURE_SUFFIXES, *READABLE_CLIP_SUFFIXES):
+        raise FileError(f"{output}: encode writes latents, not a picture or clip; name it {output.stem}.safetensors")
     check_writable(output)
     on_ranks(_work, ranks, device and device.value, Job(source, vae, output, spread, frames, dtype.value))
 

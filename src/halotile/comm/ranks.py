@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed as dist
 
 from halotile.comm.torch_group import TorchTransport
@@ -39,6 +41,12 @@ class Ranks:
                 raise MembershipError(
                     f"got the group {group!r}, but torch.distributed is not initialised in this process; "
                     "call torch.distributed.init_process_group first, or pass group=None to run on one rank"
+                )
+            started = os.environ.get("WORLD_SIZE", "1")
+            if started not in ("", "1"):
+                raise MembershipError(
+                    f"torchrun started {started} ranks, but torch.distributed is not initialised, so each would work "
+                    "alone; call torch.distributed.init_process_group first, or pass group=halotile.Ranks.alone()"
                 )
             return cls.alone(timeout_s)
         world = dist.group.WORLD

@@ -35,6 +35,8 @@ class TorchTransport:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> TorchTransport:
         """The one transport of `group`. Raises MembershipError when this process is not a member of it."""
+        if not isinstance(group, (dist.ProcessGroup, int)):
+            raise MembershipError(f"a group must be a torch.distributed process group, got {group!r}")
         # new_group hands an int to the processes it leaves out
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise MembershipError(

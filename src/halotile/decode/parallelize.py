@@ -58,9 +58,13 @@ def parallelize(
     if tiling is not None:
         raise UnsupportedError("tiling= (grids of halotile's own) is not in this version; pass None for the VAE's loop")
     options = Options(strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler)
+    if isinstance(halves, str):
+        raise PlanError(f"halves={halves!r}: give a tuple, such as ({halves!r},)")
+    if progress is not None and not callable(progress):
+        raise PlanError(f"progress={progress!r} is not callable; give a function of (done, total)")
     unknown = [half for half in halves if half not in HALVES]
     if unknown or not halves:
-        raise PlanError(f"halves={tuple(halves)!r}: choose from {', '.join(HALVES)}")
+        raise PlanError(f"halves={tuple(halves)!r}: choose at least one from {', '.join(HALVES)}")
     check_class(vae, halves, options)
     if handle_of(vae) is not None:
         raise UnsupportedError(f"this {type(vae).__name__} is parallelized already; call remove() on its handle first")

@@ -43,15 +43,15 @@ class Options:
     scheduler: Scheduler = "balanced"
 
     def __post_init__(self) -> None:
+        if self.strategy in _NOT_BUILT:
+            raise UnsupportedError(f"strategy={self.strategy!r} is not in this version; it has auto, serial and tile")
         for name, value, known in (
-            ("strategy", self.strategy, get_args(Strategy)),
+            ("strategy", self.strategy, [known for known in get_args(Strategy) if known not in _NOT_BUILT]),
             ("deliver", self.deliver, get_args(Deliver)),
             ("scheduler", self.scheduler, SCHEDULERS),
         ):
             if value not in known:
                 raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
-        if self.strategy in _NOT_BUILT:
-            raise UnsupportedError(f"strategy={self.strategy!r} is not in this version; it has auto, serial and tile")
 
     def receivers(self, ranks: Ranks) -> Sequence[int]:
         """The ranks that get the result."""

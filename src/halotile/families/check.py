@@ -78,6 +78,10 @@ def set_window(vae: Any, window_px: int, stride_px: int) -> None:
     if family is None:
         raise UnsupportedError(f"{name} has no row in halotile.families, so its window is not known; set it yourself")
     ratio = family.ratio(vae)
+    if type(window_px) is not int or type(stride_px) is not int:
+        raise PlanError(f"window and stride are whole pixels, got {window_px!r} and {stride_px!r}")
+    if window_px < ratio:
+        raise PlanError(f"{name} decodes {ratio} px a latent: a window needs at least those, got {window_px} px")
     if not 0 < stride_px <= window_px:
         raise PlanError(f"a stride of {stride_px} px needs a window of at least that, and more than 0: got {window_px}")
     if window_px % ratio or stride_px % ratio:
