@@ -108,7 +108,7 @@ def run_dealt(
         results = delivery.deliver(layouts)
     del delivery
     with call.together("end"):
-        return _replay(network, vae, family, dealt.recording, results, plain) if results else None
+        return _replay(network, dealt.recording, results, plain) if results else None
 
 
 def _run_chain(
@@ -162,8 +162,6 @@ class _Kept:
 
 def _replay(
     network: nn.Module,
-    vae: Any,
-    family: Family | None,
     recording: Recording,
     results: dict[int, torch.Tensor],
     plain: Callable[[], object],

@@ -189,12 +189,11 @@ class _Recorder:
                 self.new_chain()
             return self.open_chain
         values = (*args, *kwargs.values())
-        joined = {self.chain_of[value.call] for value in values if isinstance(value, Companion)}
-        for value in values:
-            if isinstance(value, Companion) and self.chain_of.index(self.chain_of[value.call], value.call) != max(
-                index for index, chain in enumerate(self.chain_of) if chain == self.chain_of[value.call]
-            ):
-                raise UnsupportedError("a call of the loop is given the cache of one that others followed already")
+        givers = {value.call for value in values if isinstance(value, Companion)}
+        joined = {self.chain_of[call] for call in givers}
+        # a chain keeps what its latest call returned, and no more
+        if any(self.chain_of[call] in self.chain_of[call + 1 :] for call in givers):
+            raise UnsupportedError("a call of the loop is given the cache of one that others followed already")
         joined |= {self.lists[id(value)][1] for value in values if type(value) is list and id(value) in self.lists}
         if len(joined) > 1:
             raise UnsupportedError("a call of the loop joins the caches of two others, so calls cannot be dealt apart")
