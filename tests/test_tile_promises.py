@@ -540,9 +540,11 @@ def test_magvit_does_not_keep_frames_of_a_call_that_failed() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"strategy": "shard"}, UnsupportedError, "shard"),
         ({"strategy": "hybrid"}, UnsupportedError, "hybrid"),
         ({"strategy": "tiles"}, PlanError, "tiles"),
+        ({"strategy": "tile", "strict": True}, PlanError, "strict=True"),
+        ({"strict": True}, PlanError, "it would be ignored"),
+        ({"dim": "height"}, PlanError, "dim="),
         ({"deliver": "everyone"}, PlanError, "everyone"),
         ({"scheduler": "random"}, PlanError, "random"),
         ({"halves": ("decode", "both")}, PlanError, "both"),

@@ -40,5 +40,9 @@ class RemoteRankError(HalotileError, RuntimeError):
         self.remote_message = message
 
 
+class LostGroupError(HalotileError, RuntimeError):
+    """The group was given up in an earlier call that failed half-way. The message says how; make a new group."""
+
+
 class MissingRankError(HalotileError, TimeoutError):
     """Some ranks of the group did not arrive within the timeout. The message says which."""

@@ -3,18 +3,21 @@
 from halotile.comm.agreement import Call, Phase
 from halotile.comm.pieces import Delivery, Piece
 from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
-from halotile.comm.rows import Deliver, deliver_rows, fetch_rows
+from halotile.comm.rows import Arrivals, Deliver, begin_fetch, deliver_rows, empty_rows, fetch_rows
 from halotile.comm.torch_group import TorchTransport
-from halotile.comm.transport import Board, Counters, Message, Transport
+from halotile.comm.transport import Board, Counters, Exchange, LinkError, Message, Transport
 from halotile.comm.virtual import VirtualGroup, VirtualTransport, run_virtual
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "Arrivals",
     "Board",
     "Call",
     "Counters",
     "Deliver",
     "Delivery",
+    "Exchange",
+    "LinkError",
     "Message",
     "Phase",
     "Piece",
@@ -23,7 +26,9 @@ __all__ = [
     "Transport",
     "VirtualGroup",
     "VirtualTransport",
+    "begin_fetch",
     "deliver_rows",
+    "empty_rows",
     "fetch_rows",
     "run_virtual",
 ]

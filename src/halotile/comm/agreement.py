@@ -10,13 +10,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 from halotile.comm.ranks import Ranks
+from halotile.comm.transport import LinkError, check_not_lost
 from halotile.errors import HalotileError, MismatchError, MissingRankError, RemoteRankError
 
-Phase = Literal["start", "work", "end"]
-"""Where the ranks of a call wait for each other: all have come, all have worked, all have their result."""
+Phase = Literal["start", "work", "end", "raised"]
+"""Where the ranks of a call wait for each other: all have come, all have worked, all have their result, all raised."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # so far below zero that the arrivals of no group lift it back
@@ -24,6 +25,8 @@ _GIVEN_UP = -(1 << 30)
 _MAX_POLL_S = 0.02
 # a rank that has closed a phase needs no longer than this to say what that means
 _DECIDING_S = 5.0
+# between ranks that run into the same error at the same point
+_SAME_ERROR_S = 1.0
 
 
 class Call:
@@ -39,11 +42,15 @@ class Call:
         self._on_progress = on_progress
         self._board = ranks.transport.board
         self._settled = False
+        self._settled_alike = False
         self._note = b""
+        self._entered = ranks.transport.entered
         self.number = ranks.transport.calls
         ranks.transport.calls += 1
 
     def __enter__(self) -> Call:
+        check_not_lost(self.ranks.transport)
+        self.ranks.transport.timeout_s = self.ranks.timeout_s
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -75,6 +82,8 @@ class Call:
         """Whatever this rank raises inside, other than halotile's own errors, is RemoteRankError on every rank."""
         try:
             yield
+        except LinkError as error:
+            self._raise_cut_off(error)
         except HalotileError:
             raise
         except Exception as error:
@@ -87,6 +96,40 @@ class Call:
         with self.shared_fate():
             yield
         self._arrive(phase)
+
+    @contextmanager
+    def entangled(self, phase: Phase) -> Iterator[None]:
+        """A phase of work in which the ranks wait for each other's messages, left when every rank has finished it.
+
+        What all ranks raise alike, at the same point of their work, leaves the group as it was: halotile's own errors
+        come out as they are. Else every rank raises RemoteRankError (MissingRankError where a rank is gone), and the
+        group is lost: messages are left on their way, and others may wait for more of them.
+        """
+        transport = self.ranks.transport
+        try:
+            try:
+                yield
+            except LinkError as error:
+                self._raise_cut_off(error)
+            except Exception as error:
+                if self._all_raise(error):
+                    if isinstance(error, HalotileError):
+                        raise
+                    raise RemoteRankError(self.ranks.rank, type(error).__name__, str(error)) from error
+                self._raise_failure()
+                self.fail(error)
+                transport.abort(self._how_lost(f"rank {self.ranks.rank} failed with {type(error).__name__}"))
+                raise RemoteRankError(self.ranks.rank, type(error).__name__, str(error)) from error
+            self._arrive(phase)
+        except BaseException as error:
+            if not self._settled_alike:
+                self.fail(error)
+                transport.abort(self._how_lost(str(error) or type(error).__name__))
+            raise
+
+    def check(self) -> None:
+        """Raise if another rank has failed: for waits that are not the board's."""
+        self._raise_failure()
 
     def note(self, text: bytes) -> None:
         """Leave a note for the others to read when this phase is passed: what only this rank can know of its work."""
@@ -117,7 +160,7 @@ class Call:
         with suppress(Exception):
             self._board.set(self._key("failed"), json.dumps(record).encode())
 
-    def _arrive(self, phase: Phase) -> None:
+    def _arrive(self, phase: Phase, patience_s: float | None = None) -> None:
         """Count this rank in at `phase` and wait for the rest; a phase that all have reached is passed by all."""
         key = self._key(f"at/{phase}")
         self.ranks.counters.collectives += 1
@@ -125,7 +168,7 @@ class Call:
         self._note = b""
         try:
             if self._board.add(key, 1) != self.ranks.size:
-                self._wait_for_the_rest(phase, key)
+                self._wait_for_the_rest(phase, key, self.ranks.timeout_s if patience_s is None else patience_s)
         except (RemoteRankError, MissingRankError):
             raise
         except BaseException:
@@ -134,8 +177,8 @@ class Call:
                 self._close(key)
             raise
 
-    def _wait_for_the_rest(self, phase: Phase, key: str) -> None:
-        pause, seen_done, deadline = 0.0002, -1, time.monotonic() + self.ranks.timeout_s
+    def _wait_for_the_rest(self, phase: Phase, key: str, patience_s: float) -> None:
+        pause, seen_done, deadline = 0.0002, -1, time.monotonic() + patience_s
         while True:
             # whoever passes a phase may fail in the next one: then all have arrived, and this rank may pass as well
             failed = self._board.get(self._key("failed"))
@@ -147,7 +190,7 @@ class Call:
             done = self._board.add(self._key("done"), 0)
             if done != seen_done:
                 # a rank that still finishes pieces is late, not lost
-                seen_done, deadline = done, time.monotonic() + self.ranks.timeout_s
+                seen_done, deadline = done, time.monotonic() + patience_s
                 self._show(done)
             late = time.monotonic() - deadline
             if late > 0:
@@ -171,12 +214,55 @@ class Call:
 
     def _who_is_missing(self, phase: Phase) -> str:
         absent = [r for r in range(self.ranks.size) if self._board.get(self._key(f"{phase}/{r}")) is None]
-        names = ", ".join(f"{r} (global rank {self.ranks.global_rank(r)})" for r in absent)
+        names = self._named(absent)
         what = "make this call" if phase == "start" else f"finish the phase '{phase}'"
         return (
             f"rank {self.ranks.rank} waited {self.ranks.timeout_s:g} s in call {self.number} for ranks {names}, which "
             f"did not {what}; all {self.ranks.size} ranks of the group must"
         )
+
+    def _named(self, ranks: list[int]) -> str:
+        return ", ".join(f"{rank} (global rank {self.ranks.global_rank(rank)})" for rank in ranks)
+
+    def _all_raise(self, error: Exception) -> bool:
+        """Whether every rank raises this error at this point; all ranks get the same answer."""
+        passed = self.ranks.transport.entered - self._entered
+        self.note(json.dumps([type(error).__name__, str(error)[:4000], passed]).encode())
+        patience = self.ranks.timeout_s if isinstance(error, HalotileError) else _SAME_ERROR_S
+        try:
+            self._arrive("raised", min(patience, self.ranks.timeout_s))
+        except (RemoteRankError, MissingRankError):
+            return False
+        self._settled_alike = self._settled = len(set(self.notes("raised"))) == 1
+        return self._settled_alike
+
+    def _raise_cut_off(self, error: LinkError) -> NoReturn:
+        """This rank's messages ended unfinished: raise what the rank that gave up says, or who is gone."""
+        self.ranks.transport.abort(self._how_lost(str(error)))
+        where = f"rank {self.ranks.rank} lost its connections in call {self.number}"
+        try:
+            self._board.set(self._key(f"cut off/{self.ranks.rank}"), b"")
+            deadline = time.monotonic() + min(_DECIDING_S, self.ranks.timeout_s)
+            silent = list(range(self.ranks.size))
+            while silent and time.monotonic() < deadline:
+                self._raise_failure()
+                silent = [rank for rank in silent if self._board.get(self._key(f"cut off/{rank}")) is None]
+                time.sleep(_MAX_POLL_S)
+        except HalotileError:
+            raise
+        except Exception as gone:
+            raise MissingRankError(
+                f"{where}, and nor does the board answer: the process that keeps it is gone"
+            ) from gone
+        names = self._named(silent)
+        lost = MissingRankError(
+            f"{where}, and ranks {names} no longer answer ({error})" if silent else f"{where} ({error})"
+        )
+        self.fail(lost)
+        raise lost from error
+
+    def _how_lost(self, what: str) -> str:
+        return f"call {self.number}: {what[:400]}"
 
     def _raise_failure(self) -> None:
         note = self._board.get(self._key("failed"))
@@ -194,7 +280,7 @@ class Call:
 
     def _forget_earlier(self) -> None:
         """Clear the board of earlier calls; every rank is past them, since every rank has come to this one."""
-        mine = [f"facts/{self.ranks.rank}", *(f"{p}/{self.ranks.rank}" for p in PHASES)]
+        mine = [f"facts/{self.ranks.rank}", f"cut off/{self.ranks.rank}", *(f"{p}/{self.ranks.rank}" for p in PHASES)]
         shared = ["failed", "done", *(f"at/{p}" for p in PHASES)] if self.ranks.rank == 0 else []
         transport = self.ranks.transport
         for number in range(transport.forgotten, self.number):

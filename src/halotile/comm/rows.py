@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from halotile.comm.ranks import Ranks
+from halotile.comm.transport import Exchange
 from halotile.errors import PlanError
 from halotile.geometry import Extents, Interval
 
@@ -21,7 +23,8 @@ def fetch_rows(
 
     `local` holds this rank's rows of `dim`: those of `extents.interval(rank)`. `wanted` names, for each rank, the
     global rows that it wants, so that every rank knows every message: they match with no negotiation, have exactly
-    their size, and none is sent for nothing. An interval may reach past the nearest neighbour, and may be empty.
+    their size, and none is sent for nothing. An interval may reach past the nearest neighbour, and may be empty. The
+    result keeps the order of dims in memory (channels_last stays channels_last).
 
     Example: extents (3, 3) and wanted (Interval(0, 4), Interval(2, 6)) give each rank its rows and one row of halo.
 
@@ -30,21 +33,69 @@ def fetch_rows(
     _check(local, dim, extents, wanted, ranks)
     own = extents.interval(ranks.rank)
     mine = wanted[ranks.rank]
-    sends = [(peer, _rows(local, dim, own.intersect(wanted[peer]), own.start).contiguous()) for peer in ranks.others]
-    shape = list(local.shape)
-    shape[dim] = len(mine)
-    out = local.new_empty(shape)
-    landing = []
-    for peer in ranks.others:
-        part = _rows(out, dim, extents.interval(peer).intersect(mine), mine.start)
-        landing.append((peer, part, part if part.is_contiguous() else torch.empty_like(part).contiguous()))
+    out = empty_rows(local, dim, len(mine))
+    arrivals = begin_fetch(local, dim, extents, wanted, ranks, into=out)
     kept = own.intersect(mine)
     _rows(out, dim, kept, mine.start).copy_(_rows(local, dim, kept, own.start))
-    ranks.transport.exchange(sends, [(peer, buffer) for peer, _, buffer in landing])
-    for _, part, buffer in landing:
-        if buffer is not part:
-            part.copy_(buffer)
+    for rows, part in arrivals.wait():
+        place = _rows(out, dim, rows, mine.start)
+        if place.data_ptr() != part.data_ptr():
+            place.copy_(part)
     return out
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Rows on their way to this rank."""
+
+    exchange: Exchange
+    parts: list[tuple[Interval, torch.Tensor]]
+
+    def wait(self) -> list[tuple[Interval, torch.Tensor]]:
+        """The rows that came from other ranks, in row order, once all are here and all of this rank's are sent."""
+        self.exchange.wait()
+        return self.parts
+
+
+def begin_fetch(
+    local: torch.Tensor,
+    dim: int,
+    extents: Extents,
+    wanted: Sequence[Interval],
+    ranks: Ranks,
+    into: torch.Tensor | None = None,
+) -> Arrivals:
+    """Start the messages of `fetch_rows` and return at once; what this rank has itself is not among the arrivals.
+
+    `local` must not be written to before `wait`. Rows land in `into` (this rank's wanted rows) where they are in one
+    piece there, else in buffers of their own.
+    """
+    own, mine = extents.interval(ranks.rank), wanted[ranks.rank]
+    sends, parts = [], []
+    for peer in ranks.others:
+        theirs = own.intersect(wanted[peer])
+        if len(theirs):
+            sends.append((peer, _rows(local, dim, theirs, own.start).contiguous()))
+        rows = extents.interval(peer).intersect(mine)
+        if len(rows):
+            place = None if into is None else _rows(into, dim, rows, mine.start)
+            if place is None or not place.is_contiguous():
+                shape = list(local.shape)
+                shape[dim] = len(rows)
+                place = local.new_empty(shape)
+            parts.append((peer, rows, place))
+    exchange = ranks.transport.begin(sends, [(peer, place) for peer, _, place in parts])
+    return Arrivals(exchange, [(rows, place) for _, rows, place in parts])
+
+
+def empty_rows(like: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    """An unfilled tensor shaped as `like` with another number of rows, dims in the same order in memory."""
+    shape = list(like.shape)
+    shape[dim] = rows
+    if like.is_contiguous():
+        return like.new_empty(shape)
+    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+    return torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
 
 
 def deliver_rows(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
@@ -11,9 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from halotile.comm.transport import Board, Counters, Message, Reduction, without_empty
+from halotile.comm.transport import (
+    Board,
+    Counters,
+    Exchange,
+    LinkError,
+    Message,
+    Reduction,
+    check_not_lost,
+    without_empty,
+)
 from halotile.errors import MembershipError
 
+_NOBODY = 2**31 - 1
+"""A tag that no message has."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -28,6 +41,9 @@ class TorchTransport:
         self.counters = Counters()
         self.calls = 0
         self.forgotten = 0
+        self.entered = 0
+        self.timeout_s = 300.0
+        self.lost: str | None = None
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self._board = StoreBoard(group)
@@ -71,30 +87,32 @@ class TorchTransport:
         return dist.get_global_rank(self.group, rank)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.begin(sends, receives).wait()
+
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        check_not_lost(self)
+        self.entered += 1
         sends, receives = without_empty(sends), without_empty(receives)
         if not sends and not receives:
-            return
+            return _UnderWay(self, [], [], [])
         # a message of a call that was left half-way must not match one of a later call
         tag = self.calls
         landed = [(peer, buffer, self._on_wire(buffer, empty=True)) for peer, buffer in receives]
-        ops = [
-            dist.P2POp(dist.isend, self._on_wire(tensor), group=self.group, tag=tag, group_peer=peer)
-            for peer, tensor in sends
-        ]
+        wires = [(peer, self._on_wire(tensor)) for peer, tensor in sends]
+        ops = [dist.P2POp(dist.isend, wire, group=self.group, tag=tag, group_peer=peer) for peer, wire in wires]
         ops += [dist.P2POp(dist.irecv, wire, group=self.group, tag=tag, group_peer=peer) for peer, _, wire in landed]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        for _, buffer, wire in landed:
-            if wire is not buffer:
-                buffer.copy_(wire)
+        with _linked():
+            works = dist.batch_isend_irecv(ops)
         self.counters.sent(sends)
+        moves = [(buffer, wire) for _, buffer, wire in landed if wire is not buffer]
+        return _UnderWay(self, works, moves, [wire for _, wire in wires] + [wire for _, _, wire in landed])
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         if not tensor.numel():
             return tensor.clone()
         wire = self._on_wire(tensor.detach().clone(memory_format=torch.contiguous_format))
-        dist.all_reduce(wire, op=_OPS[op], group=self.group)
-        self.counters.collectives += 1
+        with self._collective():
+            self.finish(dist.all_reduce(wire, op=_OPS[op], group=self.group, async_op=True), wire)
         return wire.to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -103,17 +121,53 @@ class TorchTransport:
             return [tensor.clone() for _ in range(self.size)]
         wire = self._on_wire(tensor.detach().contiguous())
         parts = [torch.empty_like(wire) for _ in range(self.size)]
-        dist.all_gather(parts, wire, group=self.group)
-        self.counters.collectives += 1
+        with self._collective():
+            self.finish(dist.all_gather(parts, wire, group=self.group, async_op=True), wire)
         return [part.to(tensor.device) for part in parts]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         if not tensor.numel():
             return tensor.clone()
         wire = self._on_wire(tensor.detach().clone(memory_format=torch.contiguous_format))
-        dist.broadcast(wire, src=self.global_rank(source), group=self.group)
-        self.counters.collectives += 1
+        with self._collective():
+            self.finish(dist.broadcast(wire, src=self.global_rank(source), group=self.group, async_op=True), wire)
         return wire.to(tensor.device)
+
+    def abort(self, why: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = why
+        group = self._group()
+        if group is None or self.size == 1:
+            return
+        backends = dist.get_backend_config(group)
+        with suppress(Exception):
+            if "nccl" in backends:
+                group._get_backend(torch.device("cuda")).abort()
+        with suppress(Exception):
+            if "gloo" in backends:
+                # gloo closes all connections of a group when a wait on one of them ends in vain, and with that ends
+                # the waits of its other ranks; its own abort leaves them waiting
+                lonely = dist.irecv(torch.empty(1), group=group, group_src=(self.rank + 1) % self.size, tag=_NOBODY)
+                assert lonely is not None
+                lonely.wait(timedelta(milliseconds=1))
+
+    def finish(self, work: dist.Work | None, carried: torch.Tensor) -> None:
+        """Wait for what carries a tensor, no longer than the timeout where the wait is the host's."""
+        assert work is not None
+        if carried.device.type == "cpu":
+            work.wait(timedelta(seconds=self.timeout_s))
+        else:
+            # NCCL queues the wait on the stream; with a timeout it would hold the host, and has a watchdog of its own
+            work.wait()
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        check_not_lost(self)
+        self.entered += 1
+        with _linked():
+            yield
+        self.counters.collectives += 1
 
     def _on_wire(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
         """`tensor`, or its stand-in on a device that the group's backends carry."""
@@ -129,6 +183,31 @@ class TorchTransport:
             return torch.device(next(iter(backends)))
         # gloo lists cuda, but does point-to-point on CPU tensors only
         return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
+
+
+@contextmanager
+def _linked() -> Iterator[None]:
+    """What a backend raises, as LinkError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LinkError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    transport: TorchTransport
+    works: list[dist.Work]
+    moves: list[tuple[torch.Tensor, torch.Tensor]]
+    carried: list[torch.Tensor]
+    """what is being sent and received, kept alive until it is"""
+
+    def wait(self) -> None:
+        with _linked():
+            for work in self.works:
+                self.transport.finish(work, self.carried[0])
+        for buffer, wire in self.moves:
+            buffer.copy_(wire)
 
 
 class StoreBoard:

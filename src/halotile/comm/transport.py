@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from halotile.errors import LostGroupError, MissingRankError
+
 Reduction = Literal["sum", "max", "min"]
 Message = tuple[int, torch.Tensor]
 """(group-local rank of the peer, contiguous tensor to send or to receive into)"""
@@ -58,6 +60,17 @@ class Board(Protocol):
         """Forget a note or a counter; nothing happens when there is none."""
 
 
+class LinkError(MissingRankError):
+    """Messages of this rank, or a collective, ended unfinished: another rank gave up, is gone, or is too late."""
+
+
+class Exchange(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> None:
+        """Return when all have been sent and received. Must be called, and once only. Raises LinkError."""
+
+
 class Transport(Protocol):
     """All traffic of one group of ranks. Every rank in here is group-local: 0 to `size` - 1."""
 
@@ -66,6 +79,12 @@ class Transport(Protocol):
     """How many calls this rank has begun: the number of the next one."""
     forgotten: int
     """The notes of calls before this one are off the board."""
+    entered: int
+    """How many exchanges and collectives this rank has begun; the same on all ranks at one point of their work."""
+    timeout_s: float
+    """How long one of them may take; the call under way sets it."""
+    lost: str | None
+    """How the group was lost, if it was."""
 
     @property
     def rank(self) -> int:
@@ -89,6 +108,9 @@ class Transport(Protocol):
         sides leave them out, since both know the sizes.
         """
 
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """The messages of `exchange`, started and left under way: none of the tensors may be touched before `wait`."""
+
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         """The elementwise reduction over all ranks, the same bits on each."""
 
@@ -97,6 +119,18 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """`source`'s tensor on every rank; the others pass one of the same shape and dtype."""
+
+    def abort(self, why: str) -> None:
+        """Give the group up: no rank of it waits any longer, and its traffic raises from now on. Never raises."""
+
+
+def check_not_lost(transport: Transport) -> None:
+    """Raise LostGroupError if the group of `transport` was given up."""
+    if transport.lost is not None:
+        raise LostGroupError(
+            f"this group was lost in an earlier call ({transport.lost}), and its connections are closed, so that no "
+            "rank waits for ever; make a new one on all ranks (torch.distributed.new_group) and pass that"
+        )
 
 
 def without_empty(messages: Sequence[Message]) -> list[Message]:

@@ -6,11 +6,21 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from halotile.comm.transport import Board, Counters, Message, Reduction, without_empty
+from halotile.comm.transport import (
+    Board,
+    Counters,
+    Exchange,
+    LinkError,
+    Message,
+    Reduction,
+    check_not_lost,
+    without_empty,
+)
 from halotile.errors import MissingRankError, PlanError
 
 T = TypeVar("T")
@@ -25,15 +35,27 @@ class VirtualGroup:
         self.size = size
         self.timeout_s = timeout_s
         self.board = MemoryBoard()
-        self._mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[torch.Tensor]] = {}
+        self._mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[torch.Tensor | None]] = {}
         self._lock = threading.Lock()
         self.slots: list[torch.Tensor | None] = [None] * size
         self.meeting = threading.Barrier(size)
+        self._broken = False
 
-    def mailbox(self, source: int, target: int, call: int) -> queue.SimpleQueue[torch.Tensor]:
+    def mailbox(self, source: int, target: int, call: int) -> queue.SimpleQueue[torch.Tensor | None]:
         """Where messages wait; one a call, so that those of a call left half-way never enter a later one."""
         with self._lock:
-            return self._mailboxes.setdefault((source, target, call), queue.SimpleQueue())
+            box = self._mailboxes.setdefault((source, target, call), queue.SimpleQueue())
+            if self._broken:
+                box.put(None)
+            return box
+
+    def break_off(self) -> None:
+        """End all waits: a mailbox with None in it is closed."""
+        self.meeting.abort()
+        with self._lock:
+            self._broken = True
+            for box in self._mailboxes.values():
+                box.put(None)
 
     def transport(self, rank: int) -> VirtualTransport:
         """The transport of one of the group's ranks."""
@@ -48,6 +70,9 @@ class VirtualTransport:
         self.counters = Counters()
         self.calls = 0
         self.forgotten = 0
+        self.entered = 0
+        self.timeout_s = group.timeout_s
+        self.lost: str | None = None
         self._rank = rank
 
     @property
@@ -66,19 +91,17 @@ class VirtualTransport:
         return rank
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.begin(sends, receives).wait()
+
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        check_not_lost(self)
+        self.entered += 1
         sends, receives = without_empty(sends), without_empty(receives)
         assert all(tensor.is_contiguous() for _, tensor in (*sends, *receives)), "a message must be contiguous"
         for peer, tensor in sends:
             self.group.mailbox(self.rank, peer, self.calls).put(tensor.detach().clone())
-        for peer, buffer in receives:
-            try:
-                arrived = self.group.mailbox(peer, self.rank, self.calls).get(timeout=self.group.timeout_s)
-            except queue.Empty:
-                raise MissingRankError(f"rank {self.rank} waited for a message of rank {peer}") from None
-            assert arrived.shape == buffer.shape, f"planned {tuple(buffer.shape)}, got {tuple(arrived.shape)}"
-            assert arrived.dtype == buffer.dtype, f"planned {buffer.dtype}, got {arrived.dtype}"
-            buffer.copy_(arrived)
         self.counters.sent(sends)
+        return _Awaited(self, receives, self.calls)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         stacked = torch.stack(self.all_gather(tensor))
@@ -89,6 +112,8 @@ class VirtualTransport:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if not tensor.numel():
             return [tensor.clone() for _ in range(self.size)]
+        check_not_lost(self)
+        self.entered += 1
         self.counters.collectives += 1
         self.group.slots[self.rank] = tensor.detach().clone()
         self._meet()
@@ -99,11 +124,41 @@ class VirtualTransport:
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         return self.all_gather(tensor)[source]
 
+    def abort(self, why: str) -> None:
+        if self.lost is None:
+            self.lost = why
+            self.group.break_off()
+
+    @property
+    def patience_s(self) -> float:
+        """How long a wait may take."""
+        return min(self.timeout_s, self.group.timeout_s)
+
     def _meet(self) -> None:
         try:
-            self.group.meeting.wait(self.group.timeout_s)
+            self.group.meeting.wait(self.patience_s)
         except threading.BrokenBarrierError:
-            raise MissingRankError(f"rank {self.rank} waited for the other ranks of a collective") from None
+            raise LinkError(f"rank {self.rank} waited for the other ranks of a collective") from None
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    transport: VirtualTransport
+    receives: Sequence[Message]
+    call: int
+
+    def wait(self) -> None:
+        group, rank = self.transport.group, self.transport.rank
+        for peer, buffer in self.receives:
+            try:
+                arrived = group.mailbox(peer, rank, self.call).get(timeout=self.transport.patience_s)
+            except queue.Empty:
+                raise LinkError(f"rank {rank} waited for a message of rank {peer}") from None
+            if arrived is None:
+                raise LinkError(f"rank {rank} waited for rank {peer} when the group was given up")
+            assert arrived.shape == buffer.shape, f"planned {tuple(buffer.shape)}, got {tuple(arrived.shape)}"
+            assert arrived.dtype == buffer.dtype, f"planned {buffer.dtype}, got {arrived.dtype}"
+            buffer.copy_(arrived)
 
 
 class MemoryBoard:

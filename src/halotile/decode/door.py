@@ -60,8 +60,10 @@ def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     """`output` (a tensor, tuple, diffusers output or posterior) with its tensors changed and its types kept."""
     if isinstance(output, torch.Tensor):
         return change(output)
-    if isinstance(output, tuple):
-        return tuple(map_tensors(part, change) for part in output)
+    if isinstance(output, (tuple, list)):
+        parts = [map_tensors(part, change) for part in output]
+        # a named tuple takes its parts one by one
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     if is_dataclass(output) and not isinstance(output, type):
         return replace(output, **{f.name: map_tensors(getattr(output, f.name), change) for f in fields(output)})
     parameters = getattr(output, "parameters", None)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Ranks
 from halotile.decode.door import tensor_of
-from halotile.decode.parallelize import Handle, handle_of, parallelize
-from halotile.decode.run import Progress, Strategy
+from halotile.decode.options import Progress, Strategy
+from halotile.decode.parallelize import HALVES, Handle, handle_of, parallelize
 from halotile.errors import HalotileError, UnsupportedError
 from halotile.families import Half, sync_window
 from halotile.planning import Scheduler
@@ -26,16 +26,22 @@ def decode(
     driver: int = 0,
     *,
     scheduler: Scheduler = "balanced",
+    strict: bool = False,
+    dim: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     progress: Progress | None = None,
     **own: Any,
 ) -> torch.Tensor | None:
-    """Decode `latents` (`B C H W` or `B C F H W`) over the ranks of `group`; every rank passes the same latents.
+    """Decode `latents` (`B C H W`, `B C F H W`, `B C D H W`) over the ranks of `group`; all ranks pass the same.
 
+    `vae` is anything with a method `decode`, or a callable from latents to a sample: a decoder's module, a function.
     Returns the sample in the dtype of `latents`, or None on a rank that is to have nothing. `own` goes to the VAE's
     `decode` (`temb`, say). For the rest, and for what is raised, see `parallelize`.
     """
-    return _once(vae, "decode", latents, own, group, strategy, deliver, tiling, scheduler, driver, timeout_s, progress)
+    return _once(
+        vae, "decode", latents, own, group, strategy=strategy, deliver=deliver, tiling=tiling, scheduler=scheduler,
+        driver=driver, strict=strict, dim=dim, timeout_s=timeout_s, progress=progress,
+    )  # fmt: skip
 
 
 def encode(
@@ -48,16 +54,22 @@ def encode(
     driver: int = 0,
     *,
     scheduler: Scheduler = "balanced",
+    strict: bool = False,
+    dim: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     progress: Progress | None = None,
     **own: Any,
 ) -> torch.Tensor | None:
-    """Encode `pixels` (`B C H W` or `B C F H W`, -1 to 1) over the ranks of `group`.
+    """Encode `pixels` (`B C H W`, `B C F H W`, `B C D H W`, -1 to 1) over the ranks of `group`.
 
+    `vae` is anything with a method `encode`, or a callable from pixels to latents: an encoder's module, a function.
     Returns the latents, of a posterior its mode, in the dtype of `pixels`; None on a rank that is to have nothing. To
     get the posterior itself, `parallelize` the VAE and call its own `encode`.
     """
-    return _once(vae, "encode", pixels, own, group, strategy, deliver, tiling, scheduler, driver, timeout_s, progress)
+    return _once(
+        vae, "encode", pixels, own, group, strategy=strategy, deliver=deliver, tiling=tiling, scheduler=scheduler,
+        driver=driver, strict=strict, dim=dim, timeout_s=timeout_s, progress=progress,
+    )  # fmt: skip
 
 
 def enable_tiling(vae: Any, process_group: dist.ProcessGroup | Ranks | None = None, **own: Any) -> Handle | None:
@@ -87,18 +99,7 @@ def enable_tiling(vae: Any, process_group: dist.ProcessGroup | Ranks | None = No
 
 
 def _once(
-    vae: Any,
-    half: Half,
-    x: torch.Tensor,
-    own: dict[str, Any],
-    group: dist.ProcessGroup | Ranks | None,
-    strategy: Strategy,
-    deliver: Deliver,
-    tiling: None,
-    scheduler: Scheduler,
-    driver: int,
-    timeout_s: float,
-    progress: Progress | None,
+    vae: Any, half: Half, x: torch.Tensor, own: dict[str, Any], group: dist.ProcessGroup | Ranks | None, **options: Any
 ) -> torch.Tensor | None:
     ranks = Ranks.of(group)
     try:
@@ -106,21 +107,31 @@ def _once(
             raise UnsupportedError(
                 f"this {type(vae).__name__} is parallelized: call its {half} method, or remove() its handle first"
             )
-        handle = parallelize(
-            vae,
-            group,
-            strategy,
-            deliver,
-            tiling,
-            scheduler,
-            (half,),
-            driver=driver,
-            timeout_s=timeout_s,
-            progress=progress,
-        )
+        target = vae if _has_methods(vae) else PlainCallable(vae)
+        handle = parallelize(target, group, halves=(half,), **options)
     except HalotileError as error:
         # the other ranks are making this call, and count it
         Call(ranks).fail(error)
         raise
     with handle:
-        return tensor_of(getattr(vae, half)(x, **own))
+        return tensor_of(getattr(target, half)(x, **own))
+
+
+def _has_methods(vae: Any) -> bool:
+    """Whether `vae` is to be asked for its methods; a pipeline, which is callable too, is told what to pass instead."""
+    return not callable(vae) or any(hasattr(vae, name) for name in (*HALVES, "vae"))
+
+
+class PlainCallable:
+    """A module or function from latents to a sample, or the other way round, in the shape of an autoencoder."""
+
+    def __init__(self, function: Any) -> None:
+        owner = getattr(function, "__self__", function)
+        self.function = function
+        self.decoder = self.encoder = owner if isinstance(owner, torch.nn.Module) else None
+
+    def decode(self, x: torch.Tensor, **own: Any) -> Any:
+        """What the callable returns."""
+        return self.function(x, **own)
+
+    encode = decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,12 +23,7 @@ class Noise:
         self._device = device
         self._states: list[torch.Tensor] = []
         if any(each.outcome.draws for each in calls):
-            self._states.append(torch.frombuffer(bytearray(call.notes("start")[0]), dtype=torch.uint8))
-
-    @staticmethod
-    def note(device: torch.device) -> bytes:
-        """What the first rank notes for the others when they meet: how its generator stands."""
-        return bytes(_get(device).numpy().tobytes())
+            self._states.append(Generators(device).states(call.notes("start")[0])[-1])
 
     def foresee(self, calls: Sequence[NetworkCall]) -> None:
         """Work out the states between `calls`."""
@@ -48,6 +44,34 @@ class Noise:
         """Bring the generator to where it stands after all calls."""
         if self._states:
             _set(self._device, self._states[-1])
+
+
+class Generators:
+    """The generators that a call may draw from: the CPU's, its device's, and those among its arguments, in order."""
+
+    def __init__(self, device: torch.device, values: Sequence[Any] = ()) -> None:
+        self._devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
+        self._given = [value for value in values if isinstance(value, torch.Generator)]
+
+    def note(self) -> bytes:
+        """How they stand; the first rank's note is taken by all."""
+        return b"".join(bytes(state.numpy().tobytes()) for state in self._stand())
+
+    def states(self, note: bytes) -> list[torch.Tensor]:
+        """The states in a rank's note; the default generators' are first, the last of those is the device's."""
+        sizes = [state.numel() for state in self._stand()]
+        return list(torch.frombuffer(bytearray(note), dtype=torch.uint8).split(sizes))  # type: ignore[no-untyped-call]
+
+    def take(self, note: bytes) -> None:
+        """Bring all to where a rank's stood."""
+        states = self.states(note)
+        for device, state in zip(self._devices, states, strict=False):
+            _set(device, state)
+        for generator, state in zip(self._given, states[len(self._devices) :], strict=True):
+            generator.set_state(state)
+
+    def _stand(self) -> list[torch.Tensor]:
+        return [*(_get(device) for device in self._devices), *(generator.get_state() for generator in self._given)]
 
 
 def _get(device: torch.device) -> torch.Tensor:

@@ -11,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Ranks
+from halotile.decode.choose import check_class
+from halotile.decode.options import Options, Progress, Strategy
 from halotile.decode.report import DecodeReport
-from halotile.decode.run import Options, Progress, Strategy, check_class, run_call
+from halotile.decode.run import run_call
 from halotile.errors import PlanError, UnsupportedError
 from halotile.families import Half
 from halotile.planning import Scheduler
@@ -30,6 +32,8 @@ def parallelize(
     halves: Sequence[Half] = HALVES,
     *,
     driver: int = 0,
+    strict: bool = False,
+    dim: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Handle:
@@ -41,23 +45,32 @@ def parallelize(
 
     group: a process group that this process is a member of; None is the default group, or this process alone where
         torch.distributed is not initialised. strategy: `tile` deals the tiles of the VAE's own loop (turned on for the
-        call if it is off), `serial` runs it as it is, `auto` takes `tile` when the VAE's tiling is on.
+        call if it is off), `shard` runs the untiled call once over all ranks, each with its rows of every activation
+        (the VAE's tiling is off for the call), `serial` runs the VAE as it is, `auto` takes `tile` when the VAE's
+        tiling is on.
     deliver: `all` ranks get the result, or the `driver` alone (the outputs of the others hold None), or each its rows
-        (`sharded`, even along height). scheduler: how chains of tiles are dealt. halves: which methods to change.
+        (`sharded`: `report.extents` says how many). scheduler: how chains of tiles are dealt. halves: which methods to
+        change.
     driver: the group-local rank that `deliver="driver"` means, and that `progress(done, total)` is called on.
+    strict: with `shard`, an operation that has no rule for sharded rows is an UnsupportedError, not a whole tensor on
+        every rank (`report.gathers`). dim: the spatial dim that `shard` and `deliver="sharded"` deal; None is height
+        (-2), but the first spatial dim (2) for inputs of five dims of models that are not of diffusers: those are taken
+        for volumes, `B C D H W`. A video decoder from elsewhere, `B C F H W`, is given -2.
     timeout_s: how long to wait for ranks that do not come, or stop making progress. tiling: grids of halotile's own
         are not in this version.
 
-    The result is bitwise equal to one rank's, in the dtype of the input; a picture in another dtype than the VAE's is
-    cast to it once. Runs without gradients.
+    The result is equal to one rank's, bitwise (`serial`, `tile`: of the tiled call) or to rounding (`shard`: of the
+    untiled one), in the dtype of the input; a picture in another dtype than the VAE's is cast to it once. Runs without
+    gradients.
 
     Raises UnsupportedError (a class or option that cannot be served), PlanError (unknown option), MembershipError. The
     changed methods raise those and GradientError before any traffic, MismatchError, MissingRankError and
-    RemoteRankError on every rank.
+    RemoteRankError on every rank. After a RemoteRankError or MissingRankError in the midst of a `shard` call the group
+    is lost: later calls on it raise LostGroupError.
     """
     if tiling is not None:
         raise UnsupportedError("tiling= (grids of halotile's own) is not in this version; pass None for the VAE's loop")
-    options = Options(strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler)
+    options = Options(strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler, strict=strict, dim=dim)
     if isinstance(halves, str):
         raise PlanError(f"halves={halves!r}: give a tuple, such as ({halves!r},)")
     if progress is not None and not callable(progress):

@@ -1,6 +1,14 @@
 """What halotile knows of autoencoder classes, as data, and what follows from it for an input."""
 
-from halotile.families.check import check_loop, family_of, set_window, sync_window, temporal_loop_runs, temporal_note
+from halotile.families.check import (
+    check_frames,
+    check_loop,
+    family_of,
+    set_window,
+    sync_window,
+    temporal_loop_runs,
+    temporal_note,
+)
 from halotile.families.loops import AXES, Axis, AxisLoop, Half
 from halotile.families.rows import FAMILIES, UNREAD, Family, Temporal
 
@@ -13,6 +21,7 @@ __all__ = [
     "Family",
     "Half",
     "Temporal",
+    "check_frames",
     "check_loop",
     "family_of",
     "set_window",

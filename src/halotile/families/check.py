@@ -29,7 +29,7 @@ def check_loop(vae: Any, half: Half, shape: tuple[int, ...]) -> dict[str, int]:
     if family is None:
         return {}
     name, height, width = type(vae).__name__, shape[-2], shape[-1]
-    _check_frames(vae, family, half, shape)
+    check_frames(vae, half, shape)
     if not family.layout.enters(vae, half, height, width, family.ratio(vae)):
         return {}
     for refuse in family.refuse:
@@ -55,6 +55,23 @@ def temporal_loop_runs(vae: Any, half: Half, shape: tuple[int, ...]) -> bool:
     window = getattr(vae, loop.window) // (vae.temporal_compression_ratio if half == "decode" else 1)
     flag = loop.decode_flag if half == "decode" else loop.encode_flag
     return bool(getattr(vae, flag)) and shape[2] > window
+
+
+def check_frames(vae: Any, half: Half, shape: tuple[int, ...]) -> None:
+    """Make sure that the class's own loop over frames treats an input of `shape` right, if it runs on it.
+
+    Raises PlanError when its window or stride would lose or shift frames, with the numbers.
+    """
+    family = family_of(vae)
+    loop = None if family is None else family.temporal
+    if loop is None or not temporal_loop_runs(vae, half, shape):
+        return
+    window, stride, ratio = getattr(vae, loop.window), int(getattr(vae, loop.stride)), vae.temporal_compression_ratio
+    asked = f"{type(vae).__name__} cannot {half} {shape[2]} frames: {loop.window}={window}, {loop.stride}={stride}"
+    if stride > window:
+        raise PlanError(f"{asked}: the stride exceeds the window, so the frames between two chunks would be lost")
+    if stride < ratio or stride % ratio or window % ratio:
+        raise PlanError(f"{asked}: both must be multiples of {ratio} frames, or frames are shifted")
 
 
 def temporal_note(vae: Any, half: Half, shape: tuple[int, ...]) -> str:
@@ -123,18 +140,6 @@ def _check_exact(name: str, loop: AxisLoop, window_px: int, stride_px: int) -> N
         raise PlanError(
             f"{name} reads a window of {window_px} px with a stride of {stride_px} px as {read[0]}, {read[1]}"
         )
-
-
-def _check_frames(vae: Any, family: Family, half: Half, shape: tuple[int, ...]) -> None:
-    loop = family.temporal
-    if loop is None or not temporal_loop_runs(vae, half, shape):
-        return
-    window, stride, ratio = getattr(vae, loop.window), int(getattr(vae, loop.stride)), vae.temporal_compression_ratio
-    asked = f"{type(vae).__name__} cannot {half} {shape[2]} frames: {loop.window}={window}, {loop.stride}={stride}"
-    if stride > window:
-        raise PlanError(f"{asked}: the stride exceeds the window, so the frames between two chunks would be lost")
-    if stride < ratio or stride % ratio or window % ratio:
-        raise PlanError(f"{asked}: both must be multiples of {ratio} frames, or frames are shifted")
 
 
 def _thicker(vae: Any, family: Family, loop: AxisLoop, asked: str) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd
 
 from halotile.errors import PlanError
@@ -92,3 +92,13 @@ class Extents:
                     f"(sizes {self.sizes}); each size must be a multiple of {multiple}"
                 )
         return Extents(tuple(size * numerator // denominator for size in self.sizes))
+
+    def in_multiples_of(self, quantum: int) -> Extents:
+        """Nearly the same extents with every seam at a multiple of ``quantum``, so that no group of rows is cut in two.
+
+        The total stays, so the last rank that owns rows takes what is left over: (3, 3) in multiples of 4 is (4, 2).
+        """
+        require_whole("quantum", quantum, least=1)
+        total = self.total
+        seams = [min((start + quantum // 2) // quantum * quantum, total) for start in self.starts] + [total]
+        return Extents(tuple(after - before for before, after in pairwise(seams)))

@@ -1,0 +1,75 @@
+"""Which strategy runs a call, and what it needs of the VAE's own loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from halotile.comm import Ranks
+from halotile.decode.options import Options
+from halotile.decode.patch import patched
+from halotile.errors import UnsupportedError
+from halotile.families import UNREAD, Half, check_frames, check_loop, temporal_loop_runs
+
+
+def check_class(vae: Any, halves: Sequence[Half], options: Options) -> None:
+    """Raise UnsupportedError, with class and reason, if the class of `vae` can never do what `options` ask."""
+    name = type(vae).__name__
+    for half in halves:
+        if not callable(getattr(vae, half, None)):
+            hint = "; pass the pipeline's .vae" if hasattr(vae, "vae") else ""
+            raise UnsupportedError(f"{name} has no method {half!r}{hint}")
+    if options.strategy == "tile":
+        reason = _no_tile_loop(vae, halves)
+        if reason is not None:
+            raise UnsupportedError(f"{name} cannot be run with strategy='tile': {reason}")
+
+
+def choose(vae: Any, half: Half, options: Options, ranks: Ranks) -> tuple[str, str]:
+    """The strategy that runs, and why."""
+    if options.strategy != "auto":
+        return options.strategy, f"strategy={options.strategy!r} was asked for"
+    if ranks.size == 1:
+        return "serial", "auto: serial, since the group has one rank"
+    if not getattr(vae, "use_tiling", False):
+        return "serial", "auto: serial, since tiling is off and there is nothing to deal"
+    missing = _no_tile_loop(vae, [half])
+    if missing is not None:
+        return "serial", f"auto: serial, since {missing}"
+    return "tile", "auto: tile, since tiling is on"
+
+
+def prepare(vae: Any, half: Half, shape: tuple[int, ...], strategy: str, stack: ExitStack) -> str:
+    """Set the VAE's own loops for the call as `strategy` needs them, and say what else was changed for it."""
+    if strategy == "shard":
+        check_frames(vae, half, shape)
+        if getattr(vae, "use_tiling", False):
+            stack.enter_context(patched(vae, use_tiling=False))
+            return "; the VAE's own tiling was off for this call"
+        return ""
+    if strategy == "tile":
+        stack.enter_context(patched(vae, use_tiling=True))
+    if not (getattr(vae, "use_tiling", False) or temporal_loop_runs(vae, half, shape)):
+        return ""
+    mended = check_loop(vae, half, shape)
+    stack.enter_context(patched(vae, **mended))
+    return "".join(
+        f"; {name} set to {value} for this call: the last tile was thinner than the class takes"
+        for name, value in mended.items()
+    )
+
+
+def _no_tile_loop(vae: Any, halves: Sequence[Half]) -> str | None:
+    if not hasattr(vae, "use_tiling"):
+        return "the class has no tile loop of its own (no attribute use_tiling)"
+    unread = next((UNREAD[cls.__name__] for cls in type(vae).__mro__ if cls.__name__ in UNREAD), None)
+    if unread is not None:
+        return f"the class has no tile loop of its own: {unread}"
+    for half in halves:
+        name = "decoder" if half == "decode" else "encoder"
+        if not isinstance(getattr(vae, name, None), torch.nn.Module):
+            return f"it has no module named {name!r}, whose calls could be dealt to ranks"
+    return None

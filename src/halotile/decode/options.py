@@ -1,0 +1,51 @@
+"""How calls are to be run: `Options`, checked when built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from halotile.comm import Deliver, Ranks
+from halotile.errors import PlanError, UnsupportedError
+from halotile.planning import SCHEDULERS, Scheduler
+
+Strategy = Literal["auto", "serial", "tile", "shard", "hybrid"]
+Progress = Callable[[int, int], None]
+_NOT_BUILT = ("hybrid",)
+_BUILT = tuple(known for known in get_args(Strategy) if known not in _NOT_BUILT)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How calls are to be run; see `parallelize`. Raises PlanError and UnsupportedError for what cannot be."""
+
+    strategy: Strategy = "auto"
+    deliver: Deliver = "all"
+    driver: int = 0
+    scheduler: Scheduler = "balanced"
+    strict: bool = False
+    dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy in _NOT_BUILT:
+            raise UnsupportedError(f"strategy={self.strategy!r} is not in this version; it has {', '.join(_BUILT)}")
+        for name, value, known in (
+            ("strategy", self.strategy, _BUILT),
+            ("deliver", self.deliver, get_args(Deliver)),
+            ("scheduler", self.scheduler, SCHEDULERS),
+        ):
+            if value not in known:
+                raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
+        if self.strict and self.strategy != "shard":
+            raise PlanError(
+                "strict=True is about the operations of strategy='shard'; "
+                f"with strategy={self.strategy!r} it would be ignored"
+            )
+        if self.dim is not None and type(self.dim) is not int:
+            raise PlanError(f"dim={self.dim!r}: give the number of a spatial dim, such as -2, or None")
+
+    def receivers(self, ranks: Ranks) -> Sequence[int]:
+        """The ranks that get the result."""
+        ranks.check(self.driver, "driver")
+        return [self.driver] if self.deliver == "driver" else range(ranks.size)

@@ -1,0 +1,148 @@
+"""One decode or encode whose activations are cut into rows, a band a rank (DESIGN.md, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from halotile.comm import Ranks
+from halotile.decode.door import map_tensors
+from halotile.decode.options import Options
+from halotile.errors import PlanError
+from halotile.families import Half, family_of
+from halotile.geometry import Extents, Interval
+from halotile.spatial import Ledger, SpatialSpec, SpatialTensor
+from halotile.spatial.mode import SpatialMode
+from halotile.spatial.move import fetch
+
+
+def rows_dim(vae: Any, shape: tuple[int, ...], dim: int | None) -> int:
+    """The dim (counted from the back) whose rows are dealt for an input of `shape`.
+
+    Height (-2), except for an input of five dims of a model that diffusers does not have: those are taken for volumes
+    `B C D H W`, and dealt along their first spatial dim (-3). `dim` says otherwise. Raises PlanError for a `dim` that
+    is not a spatial one.
+    """
+    ndim = len(shape)
+    if dim is not None:
+        if not (2 <= dim < ndim or 2 - ndim <= dim < 0):
+            raise PlanError(f"dim={dim} is not a spatial dim of an input of shape {shape}: those are 2 to {ndim - 1}")
+        return dim - ndim if dim >= 0 else dim
+    classes = [cls for part in (vae, getattr(vae, "decoder", None)) for cls in type(part).__mro__]
+    of_diffusers = any(cls.__module__.startswith("diffusers.") for cls in classes)
+    return -2 if ndim == 4 or of_diffusers or family_of(vae) is not None else -3
+
+
+def deal_rows(vae: Any, half: Half, rows: int, ranks: int) -> Extents:
+    """The rows of the input that each rank gets: even at the latent's height, for latents and for pixels."""
+    ratio = _ratio(vae) if half == "encode" else 1
+    if rows % ratio:
+        return Extents.even(rows, ranks)
+    return Extents.even(rows // ratio, ranks).scaled(ratio)
+
+
+def run_sharded(
+    vae: Any, ledger: Ledger, x: torch.Tensor, spec: SpatialSpec, options: Options, work: Callable[[Any], Any]
+) -> tuple[Any, tuple[int, ...] | None]:
+    """Run `work` (the VAE's own call) on this rank's rows of `x`, which every rank has, and deliver what it returns.
+
+    Returns the output, None on a rank that is to have nothing, and with `deliver="sharded"` the rows of each rank.
+    Every rank must call it. Raises UnsupportedError, on every rank, where `options.strict` forbids an operation.
+    """
+    with _nothing_kept(vae), SpatialMode(ledger):
+        output = work(SpatialTensor(spec.take(x.detach(), spec.dim, ledger.ranks.rank).clone(), spec, ledger))
+    return _deliver(output, spec.dim - x.dim(), ledger.ranks, options)
+
+
+def _ratio(vae: Any) -> int:
+    """Pixels a latent along height; 1 where it is not known."""
+    family = family_of(vae)
+    own = family.ratio(vae) if family is not None else getattr(vae, "spatial_compression_ratio", 1)
+    return own if isinstance(own, int) and own > 0 else 1
+
+
+def _deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any, tuple[int, ...] | None]:
+    """Plain tensors in place of the sharded ones, where they are to be."""
+    extents: list[tuple[int, ...]] = []
+    mine = options.deliver != "driver" or ranks.rank == options.driver
+
+    def plain(result: torch.Tensor) -> torch.Tensor:
+        if options.deliver == "sharded":
+            local, rows = _own_rows(result, dim, ranks)
+            extents.append(rows.sizes)
+            return local
+        if not isinstance(result, SpatialTensor):
+            return result
+        everything = Interval(0, result.spec.extents.total)
+        everyone = options.deliver == "all"
+        return fetch(
+            result,
+            [everything if everyone or rank == options.driver else Interval(0, 0) for rank in range(ranks.size)],
+        )
+
+    # ranks that are to have nothing send their rows all the same; what they make of them is no output
+    parts: list[torch.Tensor] = []
+    map_tensors(output, lambda result: parts.append(plain(result)) or result)  # type: ignore[func-returns-value]
+    if not mine:
+        return None, None
+    delivered = iter(parts)
+    return map_tensors(output, lambda _: next(delivered)), extents[0] if extents else None
+
+
+def _own_rows(result: torch.Tensor, dim: int, ranks: Ranks) -> tuple[torch.Tensor, Extents]:
+    """This rank's rows of a result along `dim`, and the rows of all."""
+    at = result.dim() + dim
+    if isinstance(result, SpatialTensor):
+        if result.spec.dim == at and result.spec.blocks == 1:
+            return result.local, result.spec.extents
+        result = result.full()
+    rows = Extents.even(result.shape[at], ranks.size)
+    own = rows.interval(ranks.rank)
+    return result.narrow(at, own.start, len(own)).clone(), rows
+
+
+@contextmanager
+def _nothing_kept(vae: Any) -> Iterator[None]:
+    """Put back what held no sharded tensor before and does now: caches that a VAE leaves on itself and its modules."""
+    parts = (
+        [vae] if isinstance(vae, nn.Module) else [part for part in vars(vae).values() if isinstance(part, nn.Module)]
+    )
+    owners = {id(owner): owner for part in parts for owner in part.modules()} | {id(vae): vae}
+    before = [(owner, _copies(vars(owner))) for owner in owners.values()]
+    try:
+        yield
+    finally:
+        for owner, values in before:
+            for name, now in list(vars(owner).items()):
+                if _holds_sharded(now):
+                    _put_back(owner, name, values)
+
+
+def _copies(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each value with a copy of what is in it, where it is a container."""
+    return {name: (value, value.copy() if type(value) in (list, dict) else None) for name, value in values.items()}
+
+
+def _put_back(owner: Any, name: str, values: dict[str, tuple[Any, Any]]) -> None:
+    if name not in values:
+        delattr(owner, name)
+        return
+    value, contents = values[name]
+    if isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, dict) and contents is not None:
+        value.clear()
+        value.update(contents)
+    setattr(owner, name, value)
+
+
+def _holds_sharded(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds_sharded(part) for part in value)
+    if type(value) is dict:
+        return any(_holds_sharded(part) for part in value.values())
+    return isinstance(value, SpatialTensor)

@@ -1,0 +1,217 @@
+"""Convolution, 1-D to 3-D, of the sharded dim: fetch the rows that a band misses, convolve the band."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from halotile.comm import begin_fetch, empty_rows
+from halotile.geometry import Extents, Interval, field_rows
+from halotile.spatial.registry import Op, rule
+from halotile.spatial.rules.kernel import Convolve, whole_gets_onednn
+from halotile.spatial.rules.padding import Mode, Padding, source_row
+from halotile.spatial.rules.transposed import transposed_convolution
+from halotile.spatial.tensor import SpatialTensor
+
+aten = torch.ops.aten
+
+# elements of a band for each weight, below which a second call costs more (it packs the weights again) than a copy
+_BAND_PER_WEIGHT = 2
+
+
+@rule(aten.convolution.default)
+def convolution(
+    op: Op,
+    x: Any,
+    weight: Any,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    """Any kernel, stride, dilation, groups and padding; transposed convolutions in `transposed.py`."""
+    if not isinstance(x, SpatialTensor) or isinstance(weight, SpatialTensor) or isinstance(bias, SpatialTensor):
+        return NotImplemented
+    dims = x.dim() - 2
+    each = [n * dims if len(n) == 1 else n for n in map(list, (stride, padding, dilation, output_padding))]
+    as_whole = not transposed and not simple() and whole_gets_onednn(x, weight, *each[:3], groups)
+    call = Convolve(op, weight, bias, *each[:3], transposed, each[3], groups, as_whole)
+    if min(call.sizes(x.shape)) < 1:
+        return NotImplemented
+    if x.spec.dim == 0:
+        return x.like(call(x.local) if x.spec.local_size(x.ranks.rank) else call.empty(x.local, 0))
+    if x.spec.dim == 1 or x.spec.blocks > 1:
+        return NotImplemented
+    if transposed:
+        return transposed_convolution(x, call)
+    window = _window(x, call)
+    return window.at_seams() if window.seams_pay() else window.at_once()
+
+
+def simple() -> bool:
+    """Whether the simple path was asked for: the oracle of the fast one."""
+    return os.environ.get("HALOTILE_SIMPLE_CONV", "") not in ("", "0")
+
+
+def _window(x: SpatialTensor, call: Convolve) -> _Window:
+    """The convolution with pending padding folded into its own."""
+    along = x.spec.dim - 2
+    pending = x.lazy
+    if isinstance(pending, Padding) and not simple() and _folds(pending, call, along):
+        base = pending.base
+        before, after = (call.padding[along] + n for n in pending.pads[base.spec.dim])
+        folded, explicit = list(call.padding), [(0, 0)] * base.dim()
+        for d, (first, last) in enumerate(pending.pads[2:]):
+            if d != along and first == last:
+                folded[d] += first
+            elif d != along:
+                explicit[d + 2] = (first, last)
+        if any(map(any, explicit)):
+            base = base.like(F.pad(base.local, [n for pair in reversed(explicit) for n in pair]))
+        call, mode = replace(call, padding=folded), pending.mode
+    else:
+        base, before, after, mode = x, call.padding[along], call.padding[along], "constant"
+    reach = call.dilation[along] * (call.weight.shape[2 + along] - 1)
+    extents, wanted = field_rows(
+        base.spec.extents, call.weight.shape[2 + along], call.stride[along], before, after, call.dilation[along]
+    )
+    return _Window(base, call, before, after, mode, reach, extents, wanted)
+
+
+def _folds(pending: Padding, call: Convolve, along: int) -> bool:
+    """Whether padding, and then convolving, is one convolution with (more) padding."""
+    if any(map(any, pending.pads[:2])):
+        return False
+    if pending.mode == "constant":
+        return pending.value == 0
+    return pending.mode != "circular" and call.padding[along] == 0
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A convolution over the rows of `base`, with `before` and `after` rows of padding at the true borders."""
+
+    base: SpatialTensor
+    call: Convolve
+    before: int
+    after: int
+    mode: Mode
+    reach: int
+    extents: Extents
+    wanted: tuple[Interval, ...]
+
+    def seams_pay(self) -> bool:
+        """Whether to convolve the band by itself and then its seam rows again. The same on every rank."""
+        base, call = self.base, self.call
+        bands = base.spec.extents.sizes
+        return (
+            not simple()
+            and self.before == self.after > 0
+            and self.extents == base.spec.extents
+            and call.stride[base.spec.dim - 2] == 1
+            and min(bands) > self.reach
+            and base.numel() // base.spec.size * max(bands) > _BAND_PER_WEIGHT * call.weight.numel()
+        )
+
+    def at_seams(self) -> SpatialTensor:
+        """The band with the layer's own padding while the halo travels, then the few rows at its seams anew.
+
+        No padded copy of the band is made, and the messages hide behind the work.
+        """
+        base, dim, halo, reach = self.base, self.base.spec.dim, self.before, self.reach
+        local, rows = base.local, base.local.shape[dim]
+        arrivals = begin_fetch(local, dim, base.spec.extents, self._existing(), base.ranks)
+        out = self.call.padded(dim - 2, halo)(local)
+        above, below = self._halo(arrivals.wait())
+        seam = self.call.padded(dim - 2, 0)
+        if above:
+            strip = _joined([*above, local.narrow(dim, 0, reach)], dim, local)
+            out.narrow(dim, 0, halo).copy_(seam(strip))
+        if below:
+            strip = _joined([local.narrow(dim, rows - reach, reach), *below], dim, local)
+            out.narrow(dim, rows - halo, halo).copy_(seam(strip))
+        return base.like(out)
+
+    def at_once(self) -> SpatialTensor:
+        """One buffer with the band, its halo and its padding, convolved once. Any stride, any band, however thin."""
+        base, mode = self.base, self.mode
+        if mode != "constant":
+            padding = Padding(
+                base,
+                tuple((self.before, self.after) if d == base.spec.dim else (0, 0) for d in range(base.dim())),
+                mode,
+            )
+            padded = base.like(padding.make(), base.spec.with_extents(padding.extents))
+            extents, wanted = field_rows(
+                padding.extents, self.reach // self._dilation + 1, self._stride, 0, 0, self._dilation
+            )
+            return replace(
+                self, base=padded, before=0, after=0, mode="constant", extents=extents, wanted=wanted
+            ).at_once()
+        dim, me = base.spec.dim, base.ranks.rank
+        spec = base.spec.with_extents(self.extents)
+        mine, existing = self.wanted[me], self._existing()
+        call = self.call.padded(dim - 2, 0)
+        own = base.spec.extents.interval(me)
+        if all(rows == owned for rows, owned in zip(self.wanted, base.spec.extents.intervals, strict=True)):
+            return base.like(call(base.local) if len(own) else call.empty(base.local, dim), spec)
+        local = base.local
+        buffer = empty_rows(local, dim, len(mine))
+        inside = existing[me]
+        top = inside.start - mine.start if len(inside) else len(mine)
+        buffer.narrow(dim, 0, top).zero_()
+        buffer.narrow(dim, top + len(inside), len(mine) - top - len(inside)).zero_()
+        body = buffer.narrow(dim, top, len(inside))
+        arrivals = begin_fetch(local, dim, base.spec.extents, existing, base.ranks, into=body)
+        kept = own.intersect(inside)
+        if len(kept):
+            body.narrow(dim, kept.start - inside.start, len(kept)).copy_(
+                local.narrow(dim, kept.start - own.start, len(kept))
+            )
+        for rows, part in arrivals.wait():
+            place = body.narrow(dim, rows.start - inside.start, len(rows))
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
+        return base.like(call(buffer) if self.extents.sizes[me] else call.empty(local, dim), spec)
+
+    @property
+    def _stride(self) -> int:
+        return self.call.stride[self.base.spec.dim - 2]
+
+    @property
+    def _dilation(self) -> int:
+        return self.call.dilation[self.base.spec.dim - 2]
+
+    def _existing(self) -> list[Interval]:
+        """What every rank wants of the rows that there are."""
+        return [Interval(0, self.base.spec.size).intersect(rows) for rows in self.wanted]
+
+    def _halo(self, arrived: list[tuple[Interval, torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The rows above and below the band, from other ranks or, at a true border, by the padding's mode."""
+        base, dim = self.base, self.base.spec.dim
+        own, total = base.spec.extents.interval(base.ranks.rank), base.spec.size
+        above = [part for rows, part in arrived if rows.stop <= own.start]
+        below = [part for rows, part in arrived if rows.start >= own.stop]
+
+        def border(rows: range) -> list[torch.Tensor]:
+            sources = [source_row(self.mode, row, total) - own.start for row in rows]
+            return [base.local.narrow(dim, source, 1) for source in sources]
+
+        if self.mode != "constant" and own.start == 0:
+            above = border(range(-self.before, 0))
+        if self.mode != "constant" and own.stop == total:
+            below = border(range(total, total + self.after))
+        return above, below
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows put together in the memory layout of the band: another layout may get another kernel."""
+    return torch.cat(parts, dim, out=empty_rows(like, dim, sum(part.shape[dim] for part in parts)))
