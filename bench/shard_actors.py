@@ -155,7 +155,8 @@ class _Body:
         events = profiler.key_averages()
         inside = sum(event.self_cpu_time_total for event in events) / 1e6
         table = events.table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=48)
-        return f"{wall:.2f} s under the profiler, of which {inside:.2f} s inside operations\n{table}"
+        said = f"{wall:.2f} s under the profiler, of which {inside:.2f} s inside operations"
+        return f"{said}; an operation counts once more for each dispatch mode that it passes\n{table}"
 
     def faults_of_a_buffer(self) -> int:
         """Page faults of writing 256 MB for the fourth time: none when the allocator keeps what was freed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from ranks import run_ranks
 
@@ -21,7 +23,7 @@ def uneven(total, ranks):
     """Extents that grow with the rank; of three ranks and more, the first has no rows."""
     weights = [max(0, 2 * rank - 1) for rank in range(ranks)] if ranks > 2 else [1] * ranks
     seams = [total * sum(weights[:rank]) // sum(weights) for rank in range(ranks + 1)]
-    return Extents(tuple(after - before for before, after in zip(seams, seams[1:], strict=False)))
+    return Extents(tuple(after - before for before, after in itertools.pairwise(seams)))
 
 
 def on_sharded(kind, n, x, dim, work, extents=None, guard="no_grad"):

@@ -109,7 +109,8 @@ class _Pool:
             return f"(ended, exit code {process.exitcode})"
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return (self.folder / f"trace{rank}").read_text()
+        trace = self.folder / f"trace{rank}"
+        return trace.read_text() if trace.exists() else "(its start)"
 
     def close(self) -> None:
         _Pool._current = None

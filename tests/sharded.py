@@ -33,8 +33,9 @@ def cases(kinds: Any = KINDS) -> list[tuple[str, str]]:
 def exported_classes() -> list[str]:
     """Every model that diffusers exports from its autoencoders and that has a decode or an encode."""
     import diffusers
+    import diffusers.models.autoencoders as module
 
-    models = {name: getattr(diffusers.models.autoencoders, name) for name in dir(diffusers.models.autoencoders)}
+    models = {name: getattr(module, name) for name in dir(module)}
     return [
         name
         for name, cls in models.items()

@@ -321,7 +321,7 @@ def assert_nobody_is_left(session: int, limit_s: float) -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_process("--help") == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("demo", "encode", "decode", "verify"))
+    assert all(command in shown for command in ("demo", "encode", "decode", "verify", "ops"))
 
 
 @pytest.mark.parametrize(
@@ -419,6 +419,48 @@ def test_latents_of_another_vae(bench: Bench, out: Path, fails: Callable[..., st
     save_file({"anything": torch.zeros(shape)}, latent)
     line = fails("decode", str(latent), "--vae", bench.image_vae, "-o", str(picture))
     assert f"AutoencoderKL decodes latents B x 4 x H x W, not {' x '.join(map(str, shape))}" in line
+
+
+def test_options_of_another_strategy_are_refused(bench: Bench, out: Path, fails: Callable[..., str]) -> None:
+    decode = ("decode", bench.photo_latent, "--vae", bench.image_vae, "-o", str(out / "a.png"))
+    assert "--tile 32 would be ignored" in fails(*decode, "--strategy", "shard", *TILES)
+    assert "--strict would be ignored: it is about --strategy shard, not tile" in fails(
+        *decode, "--strategy", "tile", "--strict"
+    )
+    assert not any(out.iterdir())
+
+
+def test_verify_holds_a_sharded_decode_to_rounding(bench: Bench) -> None:
+    done = spawned(
+        "verify", bench.photo_latent, "--vae", bench.image_vae, "--ranks", "2", "--strategy", "shard", "--strict"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    cells = rows_of(done.stdout)
+    assert cells["strategy"].startswith("shard")
+    assert (cells["promise"], cells["promise kept"], cells["gathered operations"]) == ("allclose", "yes", "none")
+    # the latent's 16 rows of 12 cells
+    assert cells["load a rank (latent cells)"] == "96 96"
+    assert int(cells["bytes sent, all ranks"]) > 0
+
+
+def test_a_sharded_encode_gives_the_latents_of_one_rank(bench: Bench, out: Path) -> None:
+    latent = str(out / "latent.safetensors")
+    done = spawned("encode", bench.photo, "--vae", bench.image_vae, "-o", latent, "--ranks", "2", "--strategy", "shard")
+    assert (done.returncode, done.stderr) == (0, "")
+    sharded, alone = read_latents(Path(latent))[0], read_latents(Path(bench.photo_latent))[0]
+    assert (sharded - alone).abs().max() <= 2e-5 * alone.abs().max()
+
+
+def test_ops_lists_the_rules_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert in_process("ops", "--json") == 0
+    kinds = json.loads(capsys.readouterr().out)
+    assert "aten.convolution.default" in kinds["convolution"]
+    assert "aten.native_group_norm.default" in kinds["norms"]
+    assert kinds["pointwise"] == ["any operation that torch tags so"]
+    assert in_process("ops") == 0
+    shown = capsys.readouterr().out
+    assert all(kind in shown for kind in kinds)
+    assert "any operation" in shown
 
 
 def test_tiles_that_cannot_be(bench: Bench, out: Path, fails: Callable[..., str]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halotile.errors import PlanError
-from halotile.geometry import Extents, Interval, field_rows
+from halotile.geometry import Extents, Interval, field_rows, rows_by_source
 
 extents = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any).map(lambda sizes: Extents(tuple(sizes)))
 
@@ -80,3 +80,22 @@ def test_a_window_that_does_not_fit_is_refused(arguments):
 def test_numbers_below_one_are_refused(name):
     with pytest.raises(PlanError, match=name):
         field_rows(Extents((3,)), **{"kernel": 1, name: 0})
+
+
+@given(extents, st.data())
+def test_rows_go_to_the_owners_of_their_sources(rows, data):
+    sources = sorted(data.draw(st.lists(st.integers(0, rows.total - 1), max_size=12)))
+    out = rows_by_source(rows, sources)
+    assert out.ranks == rows.ranks
+    assert [out.owner(j) for j in range(out.total)] == [rows.owner(source) for source in sources]
+
+
+@given(extents, st.integers(1, 7))
+def test_seams_move_to_the_nearest_multiple(rows, quantum):
+    out = rows.in_multiples_of(quantum)
+    assert out.total == rows.total
+    for start, moved in zip(rows.starts, out.starts, strict=True):
+        assert moved % quantum == 0 or moved == rows.total
+        assert abs(moved - start) <= quantum // 2
+    if all(start % quantum == 0 for start in rows.starts):
+        assert out == rows

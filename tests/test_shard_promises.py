@@ -248,11 +248,10 @@ def _without_a_rule(group, strict):
 
 
 def test_an_operation_without_a_rule_is_gathered_and_counted() -> None:
-    convolutions = sum(isinstance(part, torch.nn.Conv2d) for part in tiny.build(KL).decoder.modules())
     for out, report in run_ranks(_without_a_rule, 2, False):
         assert_close(out, _expected())
-        # the one before the decoder as well
-        assert report.gathers == {"aten.convolution.default": convolutions + 1}
+        # the first of them; from there on every rank has everything
+        assert report.gathers == {"aten.convolution.default": 1}
         assert report.to_dict()["gathers"] == report.gathers
 
 
@@ -267,14 +266,13 @@ def test_strict_refuses_it_on_every_rank_and_the_group_stays_usable() -> None:
 
 def _left_over(group, name, half):
     vae = tiny.build(name)
-    keys = {id(part): sorted(vars(part)) for part in vae.modules()}
     with halotile.parallelize(vae, group, strategy="shard"):
         first = _call(vae, name, half, _input(name, half))
         second = _call(vae, name, half, _input(name, half))
     gc.collect()
-    left = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, SpatialTensor)]
-    same = all(sorted(vars(part)) == keys[id(part)] for part in vae.modules())
-    return torch.equal(first, second), left, same
+    # isinstance would ask modules that answer with a warning
+    left = [tuple(thing.shape) for thing in gc.get_objects() if type(thing) is SpatialTensor]
+    return torch.equal(first, second), left
 
 
 @pytest.mark.parametrize(
@@ -285,15 +283,13 @@ def _left_over(group, name, half):
         ("AutoencoderKLMagvit", "decode"),
         ("AutoencoderKLMagvit", "encode"),
         ("AutoencoderKLCogVideoX", "decode"),
-        ("AutoencoderKLKVAE", "decode"),
+        ("AutoencoderKLHunyuanVideo", "decode"),
     ],
 )
 def test_no_sharded_tensor_outlives_the_call(name: str, half: str) -> None:
-    for equal, left, same in run_ranks(_left_over, 2, name, half):
+    for equal, left in run_ranks(_left_over, 2, name, half):
         assert equal
         assert left == []
-        # attributes that the class itself leaves on its modules hold no sharded tensor
-        assert same or name == "AutoencoderKLKVAE"
 
 
 class _Hoarder(torch.nn.Module):

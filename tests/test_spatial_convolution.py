@@ -1,5 +1,7 @@
 """Convolutions of the sharded dim, against one rank, over everything that a convolution can be."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,22 +44,26 @@ def convolutions(draw):
     padding = [draw(st.integers(0, 3)) for _ in range(dims)]
     groups = draw(st.sampled_from([1, 2, 4]))
     transposed = draw(st.booleans())
-    extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation)] if transposed else [0] * dims
+    extra = (
+        [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+        if transposed
+        else [0] * dims
+    )
     size = [draw(st.integers(1, 13)) for _ in range(dims)]
     dim = draw(st.integers(0, dims - 1))
     ranks = draw(st.integers(1, 5))
     batch = draw(st.integers(1, 2))
     bias = draw(st.booleans())
     cuts = sorted(draw(st.integers(0, size[dim])) for _ in range(ranks - 1))
-    uneven = tuple(b - a for a, b in zip([0, *cuts], [*cuts, size[dim]]))
+    uneven = tuple(b - a for a, b in pairwise([0, *cuts, size[dim]]))
     extents = draw(st.sampled_from([None, Extents(uneven)]))
-    return dims, kernel, stride, dilation, padding, groups, transposed, extra, size, dim, ranks, batch, bias, extents
+    return kernel, stride, dilation, padding, groups, transposed, extra, size, dim, ranks, batch, bias, extents
 
 
 @settings(max_examples=300, deadline=None)
 @given(convolutions())
 def test_any_convolution_equals_one_rank(case):
-    dims, kernel, stride, dilation, padding, groups, transposed, extra, size, dim, ranks, batch, bias, extents = case
+    kernel, stride, dilation, padding, groups, transposed, extra, size, dim, ranks, batch, bias, extents = case
     x = filled(batch, 4, *size)
     weight = filled(4, 4 // groups, *kernel, seed=1)
     b = filled(4, seed=2) if bias else None

@@ -102,6 +102,8 @@ PICKS = {
     "channels": lambda x: x[:, INDEX],
     "columns": lambda x: x[..., INDEX],
     "columns_2d": lambda x: x[..., INDEX.view(2, 2)],
+    "channels_2d": lambda x: x[:, INDEX.view(2, 2)],
+    "apart_2d": lambda x: x[torch.tensor([[1], [0]]), :, :, torch.tensor([3, 4])],
     "apart": lambda x: x[torch.tensor([1, 0]), :, :, torch.tensor([3, 4])],
     "side_by_side": lambda x: x[torch.tensor([[1], [0]]), torch.tensor([2, 1])],
     "mask_of_columns": lambda x: x[..., torch.tensor([True, False, True, True, False])],
@@ -133,7 +135,10 @@ FALLBACKS = {
     "mask": (lambda x: x[MASK], {"aten.index.Tensor": 1}),
     "gather_rows": (lambda x: x.gather(2, (VALUE * 100).long() % 7), {"aten.gather.default": 1}),
     "rows_and_columns": (lambda x: x[:, :, torch.tensor([0, 6]), torch.tensor([1, 2])], {"aten.index.Tensor": 1}),
-    "put_rows": (lambda x: _set(x, (slice(None), slice(None), torch.tensor([5, 0])), 2.0), {"aten.index_put_.default": 1}),
+    "put_rows": (
+        lambda x: _set(x, (slice(None), slice(None), torch.tensor([5, 0])), 2.0),
+        {"aten.index_put_.default": 1},
+    ),
     "copy_rows": (lambda x: x.index_copy_(2, torch.tensor([5, 0]), VALUE[:, :, :2]), {"aten.index_copy_.default": 1}),
     "into_plain": (lambda x: VALUE.clone().copy_(x), {"aten.copy_.default": 1}),
 }

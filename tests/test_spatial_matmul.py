@@ -115,7 +115,7 @@ def test_matmul_broadcasts(mode):
 @pytest.mark.parametrize("rows", [7, 1])
 def test_linear(rows, mode):
     weight, bias = filled(6, 5, seed=1), filled(6, seed=2)
-    for x, cut in ((filled(2, rows, 4, 5), Cut(1)), (filled(rows, 5), Cut(0)), (filled(3, rows, 5), Cut(1))):
+    for x, cut in ((filled(2, rows, 4, 5), Cut(1)), (filled(rows, 5), Cut(0)), (filled(3, 7, 5), Cut(1))):
         check(4, lambda x: F.linear(x, weight, bias), [x], [cut], LOCAL, mode)
         check(4, lambda x: F.linear(x, weight), [x], [cut], LOCAL, mode)
     check(3, lambda x: F.linear(x, weight, bias), [filled(2, 4, 5)], [Cut(2)], SUMMED, mode)

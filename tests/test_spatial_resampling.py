@@ -170,7 +170,9 @@ def test_smooth_interpolation_equals_one_rank(guard, dtype, mode, shape):
 def test_doubling_is_bitwise_the_kernels(mode):
     x = filled(2, 3, 40, 9)
     for n in SIZES:
-        _same_on_ranks(x, -2, functools.partial(_resized, mode=mode, factor=2, by="factor", align_corners=False), n, None)
+        _same_on_ranks(
+            x, -2, functools.partial(_resized, mode=mode, factor=2, by="factor", align_corners=False), n, None
+        )
 
 
 @pytest.mark.parametrize("align_corners", [False, True])

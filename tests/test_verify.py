@@ -67,3 +67,15 @@ def test_tile_and_serial_promise_the_same_bits() -> None:
         assert not keeps_promise(different, strategy)
     with pytest.raises(ValueError, match="no promise is known of strategy 'magic'"):
         keeps_promise(equal, "magic")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1), (torch.float64, 1e-10)])
+def test_shard_promises_rounding_as_a_part_of_the_largest_value(dtype: torch.dtype, tolerance: float) -> None:
+    reference = torch.zeros(1, 1, 4, 4, dtype=dtype)
+    reference[..., 0, 0] = -8.0
+    for part, kept in ((0.9, True), (1.1, False)):
+        result = reference.clone()
+        result[..., 2, 2] = 8.0 * tolerance * part
+        assert keeps_promise(compare(result, reference), "shard") == kept
+    assert keeps_promise(compare(reference, reference), "shard")
+    assert not keeps_promise(compare(reference[..., 1:], reference), "shard")

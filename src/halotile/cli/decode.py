@@ -21,6 +21,7 @@ from halotile.cli.options import (
     Spread,
     Strategy,
     StrategyOption,
+    StrictOption,
     StrideOption,
     TileOption,
     VaeOption,
@@ -44,6 +45,7 @@ def decode(
     strategy: StrategyOption = Strategy.auto,
     tile: TileOption = None,
     stride: StrideOption = None,
+    strict: StrictOption = False,
     fps: Annotated[float | None, typer.Option(min=0.01, help="Frames per second. (default: the source's)")] = None,
     dtype: DTypeOption = DType.float32,
     device: DeviceOption = None,
@@ -54,7 +56,7 @@ def decode(
     """
     from halotile.cli.latents import read_source
 
-    spread = Spread.of(strategy, tile, stride)
+    spread = Spread.of(strategy, tile, stride, strict)
     check_readable(latent)
     if kind_of_output(output) != (kind := read_source(latent).kind):
         known = " ".join(PICTURE_SUFFIXES if kind == "picture" else CLIP_SUFFIXES)

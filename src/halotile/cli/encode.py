@@ -28,6 +28,7 @@ from halotile.cli.options import (
     Spread,
     Strategy,
     StrategyOption,
+    StrictOption,
     StrideOption,
     TileOption,
     VaeOption,
@@ -46,6 +47,7 @@ def encode(
     strategy: StrategyOption = Strategy.auto,
     tile: TileOption = None,
     stride: StrideOption = None,
+    strict: StrictOption = False,
     frames: Annotated[int | None, typer.Option(min=1, help="Read at most so many frames of a clip.")] = None,
     dtype: DTypeOption = DType.float32,
     device: DeviceOption = None,
@@ -55,7 +57,7 @@ def encode(
     Sizes that the VAE's ratio does not divide are padded by repeating the last row, column or frame; decode crops them
     off again. The latents are the posterior's mode, not scaled by the VAE's scaling factor.
     """
-    spread = Spread.of(strategy, tile, stride)
+    spread = Spread.of(strategy, tile, stride, strict)
     kind_of_input(source)
     check_readable(source)
     if output.suffix.lower() in (*PICTURE_SUFFIXES, *READABLE_CLIP_SUFFIXES):

@@ -13,6 +13,7 @@ from halotile.cli.decode import decode
 from halotile.cli.demo import demo
 from halotile.cli.encode import encode
 from halotile.cli.launch import one_line, torchrun_world
+from halotile.cli.ops import ops
 from halotile.cli.verify import verify
 
 app = typer.Typer(
@@ -41,7 +42,7 @@ def options(
     """Options of the command itself; typer shows the help of `app`."""
 
 
-for command in (demo, encode, decode, verify):
+for command in (demo, encode, decode, verify, ops):
     app.command()(command)
 
 

@@ -18,6 +18,7 @@ class Strategy(str, Enum):
     auto = "auto"
     serial = "serial"
     tile = "tile"
+    shard = "shard"
 
 
 class DType(str, Enum):
@@ -44,8 +45,12 @@ StrategyOption = Annotated[
     Strategy,
     typer.Option(
         "--strategy",
-        help="serial: one rank. tile: the VAE's own tiles, shared. auto: tile if several ranks.",
+        help="serial: one rank. tile: the VAE's own tiles, shared. shard: the whole picture, each rank some rows of it. "
+        "auto: tile if several ranks.",
     ),
+]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="With --strategy shard: refuse operations that would have to gather all rows.")
 ]
 TileOption = Annotated[
     int | None, typer.Option("--tile", min=1, metavar="PX", help="Tile window in pixels; switches the VAE's tiling on.")
@@ -63,15 +68,20 @@ DeviceOption = Annotated[
 class Spread:
     """How a VAE's work is to be spread. Tile window and stride in pixels; None leaves them to the VAE."""
 
-    strategy: Literal["auto", "serial", "tile"] = "auto"
+    strategy: Literal["auto", "serial", "tile", "shard"] = "auto"
     tile_px: int | None = None
     stride_px: int | None = None
+    strict: bool = False
 
     @classmethod
-    def of(cls, strategy: Strategy, tile_px: int | None, stride_px: int | None) -> Spread:
-        """From a command's options. Raises `PlanError` for a stride without a tile, or longer than it."""
+    def of(cls, strategy: Strategy, tile_px: int | None, stride_px: int | None, strict: bool = False) -> Spread:
+        """From a command's options. Raises `PlanError` for options that do not go together."""
+        if strategy == Strategy.shard and tile_px is not None:
+            raise PlanError(f"--tile {tile_px} would be ignored: --strategy shard cuts no tiles")
+        if strict and strategy != Strategy.shard:
+            raise PlanError(f"--strict would be ignored: it is about --strategy shard, not {strategy.value}")
         if stride_px is not None and tile_px is None:
             raise PlanError(f"--stride {stride_px} needs --tile")
         if tile_px is not None and stride_px is not None and stride_px > tile_px:
             raise PlanError(f"--stride {stride_px} exceeds --tile {tile_px}: rows between two tiles would be lost")
-        return cls(strategy.value, tile_px, stride_px)
+        return cls(strategy.value, tile_px, stride_px, strict)

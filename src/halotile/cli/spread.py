@@ -65,7 +65,13 @@ def decode(vae: Any, latents: Tensor, seat: Seat, spread: Spread, label: str) ->
     with (
         progress_bar(label, seat) as progress,
         halotile.parallelize(
-            vae, group=seat.group, strategy=spread.strategy, deliver="driver", halves=("decode",), progress=progress
+            vae,
+            group=seat.group,
+            strategy=spread.strategy,
+            deliver="driver",
+            halves=("decode",),
+            strict=spread.strict,
+            progress=progress,
         ) as handle,
     ):
         pixels = _decode(vae, latents)
@@ -112,7 +118,12 @@ def encode(vae: Any, pixels: Tensor, seat: Seat, spread: Spread, label: str) -> 
         raise PlanError(f"nothing to encode: the pixels are {tuple(pixels.shape)}")
     with progress_bar(label, seat) as progress:
         latents = halotile.encode(
-            vae, pixels.to(seat.device, vae.dtype), group=seat.group, strategy=spread.strategy, progress=progress
+            vae,
+            pixels.to(seat.device, vae.dtype),
+            group=seat.group,
+            strategy=spread.strategy,
+            strict=spread.strict,
+            progress=progress,
         )
     assert latents is not None
     return latents

@@ -21,6 +21,7 @@ from halotile.cli.options import (
     Spread,
     Strategy,
     StrategyOption,
+    StrictOption,
     StrideOption,
     TileOption,
     VaeOption,
@@ -49,15 +50,16 @@ def verify(
     strategy: StrategyOption = Strategy.auto,
     tile: TileOption = None,
     stride: StrideOption = None,
+    strict: StrictOption = False,
     dtype: DTypeOption = DType.float32,
     device: DeviceOption = None,
 ) -> None:
     """Decode on all ranks, then on one rank with the VAE alone, and compare.
 
     With tiling on, the one rank runs the VAE's own tile loop. Exit code 1 when the two differ by more than the strategy
-    promises: serial and tile promise the same bits.
+    promises: serial and tile promise the same bits, shard the same values to rounding.
     """
-    spread = Spread.of(strategy, tile, stride)
+    spread = Spread.of(strategy, tile, stride, strict)
     check_readable(latent)
     verdict = on_ranks(_work, ranks, device and device.value, latent, vae, spread, dtype.value)
     if verdict is None:  # a rank of torchrun that is not the driver
@@ -93,6 +95,7 @@ def _print(verdict: Verdict) -> None:
         "tiles": report.tiles,
         "load a rank (latent cells)": " ".join(map(str, report.loads)),
         "bytes sent, all ranks": verdict.bytes_sent,
+        **_of_shard(report),
         "seconds": f"{report.seconds:.2f}",
         "shape": " x ".join(map(str, comparison.shape)),
         "max error": f"{comparison.max_error:.3g}",
@@ -106,3 +109,12 @@ def _print(verdict: Verdict) -> None:
     for name, value in rows.items():
         table.add_row(name, str(value))
     Console().print(table)
+
+
+def _of_shard(report: DecodeReport) -> dict[str, Any]:
+    if report.strategy != "shard":
+        return {}
+    return {
+        "gathered operations": ", ".join(f"{name}: {count}" for name, count in report.gathers.items()) or "none",
+        "keys and values gathered": report.attention_gathers,
+    }

@@ -60,7 +60,9 @@ class Generators:
     def states(self, note: bytes) -> list[torch.Tensor]:
         """The states in a rank's note; the default generators' are first, the last of those is the device's."""
         sizes = [state.numel() for state in self._stand()]
-        return list(torch.frombuffer(bytearray(note), dtype=torch.uint8).split(sizes))  # type: ignore[no-untyped-call]
+        parts = torch.frombuffer(bytearray(note), dtype=torch.uint8).split(sizes)  # type: ignore[no-untyped-call]
+        # set_state of a generator takes a tensor's memory from its beginning, wherever the tensor begins
+        return [part.clone() for part in parts]
 
     def take(self, note: bytes) -> None:
         """Bring all to where a rank's stood."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -58,21 +58,21 @@ def run(op: Op, *values: Any) -> Any:
     return op(*values[:positional], **dict(zip(names[positional:], values[positional:], strict=False)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def written(op: Op) -> tuple[int, ...]:
     """The positions (in the schema's order) of the arguments that `op` writes to."""
     arguments = op._schema.arguments
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_view(op: Op) -> bool:
     """Whether a result of `op` shares memory with an argument that it does not write to."""
     returns = op._schema.returns
     return not op._schema.is_mutable and any(value.alias_info is not None for value in returns)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signature(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int]:
     arguments = op._schema.arguments
     names = tuple(a.name for a in arguments)

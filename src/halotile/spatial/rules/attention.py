@@ -82,7 +82,7 @@ def whole_keys_and_values(k: Any, v: Any) -> tuple[torch.Tensor, torch.Tensor]:
             # tokens first: then what comes from a rank is one piece of the result, and is received into place
             both = torch.cat((k.local.movedim(dim, 0), v.local.movedim(dim, 0)), -1)
             k.ledger.attention_gathers += 1
-            keys, values = torch.split(whole(k.like(both, k.spec.at(0))), (k.shape[-1], v.shape[-1]), -1)
+            keys, values = torch.split(whole(k.like(both, k.spec.at(0))), [k.shape[-1], v.shape[-1]], -1)
             return keys.movedim(0, dim), values.movedim(0, dim)
     return _whole(k), _whole(v)
 

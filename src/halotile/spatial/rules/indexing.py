@@ -27,7 +27,7 @@ def set_item(x: SpatialTensor, index: Any, value: Any) -> None:
         # index tensors on both sides of a number change the order of dims
         whole = gather(x, "__setitem__")
         torch.Tensor.__setitem__(whole, index, gather(value, "__setitem__") if is_sharded(value) else value)
-        x.local.copy_(x.spec.take(whole, x.spec.dim, x.ranks.rank))
+        x.copy_(whole)
         return
     row = int(items[where])
     size = x.shape[x.spec.dim]
