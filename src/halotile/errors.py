@@ -39,6 +39,10 @@ class RemoteRankError(HalotileError, RuntimeError):
         self.kind = kind
         self.remote_message = message
 
+    def __reduce__(self) -> tuple[type[RemoteRankError], tuple[int, str, str]]:
+        # worker processes hand their exceptions on by pickle
+        return type(self), (self.rank, self.kind, self.remote_message)
+
 
 class LostGroupError(HalotileError, RuntimeError):
     """The group was given up in an earlier call that failed half-way. The message says how; make a new group."""

@@ -45,7 +45,7 @@ StrategyOption = Annotated[
     Strategy,
     typer.Option(
         "--strategy",
-        help="serial: one rank. tile: the VAE's own tiles, shared. shard: the whole picture, each rank some rows of it. "
+        help="serial: one rank. tile: the VAE's own tiles, shared. shard: no tiles, each rank has some of the rows. "
         "auto: tile if several ranks.",
     ),
 ]

@@ -71,9 +71,10 @@ def run_call(
             total = len(plan.dealt.recording.calls)
             output = run_dealt(vae, half, family_of(vae), plan.dealt, call, receivers, tensor.device, plain)
         elif plan.spec is not None:
-            with call.entangled("work"), meter:
+            with call.entangled("work"):
                 generators.take(call.notes("start")[0])
-                output, extents = run_sharded(vae, ledger, cast, plan.spec, options, work)
+                with meter:
+                    output, extents = run_sharded(vae, ledger, cast, plan.spec, options, work)
                 _wait_for_device(tensor.device, call)
         else:
             with call.together("work"), meter:

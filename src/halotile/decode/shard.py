@@ -61,8 +61,14 @@ def run_sharded(
 def _ratio(vae: Any) -> int:
     """Pixels a latent along height; 1 where it is not known."""
     family = family_of(vae)
-    own = family.ratio(vae) if family is not None else getattr(vae, "spatial_compression_ratio", 1)
-    return own if isinstance(own, int) and own > 0 else 1
+    if family is not None:
+        return family.ratio(vae)
+    # of diffusers' classes an attribute may be the config's, which warns when it is asked for elsewhere
+    config = getattr(vae, "config", {})
+    own = vars(vae).get("spatial_compression_ratio") or (
+        hasattr(config, "get") and config.get("spatial_compression_ratio")
+    )
+    return own if type(own) is int and own > 0 else 1
 
 
 def _deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any, tuple[int, ...] | None]:

@@ -11,8 +11,12 @@ from halotile.families.rows import FAMILIES, Family
 
 
 def family_of(vae: object) -> Family | None:
-    """The row of `vae`'s class, or of the nearest class that it inherits from; None when there is none."""
-    return next((FAMILIES[cls.__name__] for cls in type(vae).__mro__ if cls.__name__ in FAMILIES), None)
+    """The row of `vae`'s class, or of the nearest class that it inherits from; None when there is none.
+
+    Rows are of diffusers' classes: other libraries have an AutoencoderKL, too.
+    """
+    classes = (cls for cls in type(vae).__mro__ if cls.__module__.split(".")[0] == "diffusers")
+    return next((FAMILIES[cls.__name__] for cls in classes if cls.__name__ in FAMILIES), None)
 
 
 def check_loop(vae: Any, half: Half, shape: tuple[int, ...]) -> dict[str, int]:

@@ -40,6 +40,25 @@ def redistribute(x: SpatialTensor, extents: Extents) -> SpatialTensor:
     return x.like(fetch(x, extents.intervals), x.spec.with_extents(extents))
 
 
+def sole_owner(spec: SpatialSpec) -> int | None:
+    """The rank that has all rows, if there is one."""
+    having = [rank for rank, size in enumerate(spec.extents.sizes) if size]
+    return having[0] if len(having) == 1 else None
+
+
+def resharded(x: SpatialTensor, dim: int) -> SpatialTensor:
+    """`x`, all of which one rank has, as sharded along another dim: nothing travels."""
+    owner = sole_owner(x.spec)
+    assert owner is not None
+    sizes = [0] * x.ranks.size
+    sizes[owner] = x.shape[dim]
+    shape = list(x.shape)
+    if x.ranks.rank != owner:
+        shape[dim] = 0
+    local = x.local if x.ranks.rank == owner else x.local.new_empty(shape)
+    return x.like(local, SpatialSpec(dim, Extents(tuple(sizes))), x.stride())
+
+
 def pick_rows(x: SpatialTensor, wanted: Sequence[Sequence[int]]) -> torch.Tensor:
     """For each rank, any rows in any order, also repeated: `wanted[rank]` names those of `rank`. For one block.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halotile.spatial.move import gather, redistribute
+from halotile.spatial.move import gather, redistribute, resharded, sole_owner
 from halotile.spatial.registry import Op, run, written
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
@@ -51,6 +51,8 @@ def rows_for(value: Any, ndim: int, spec: SpatialSpec, operation: str, like: Spa
     if isinstance(value, SpatialTensor):
         if value.spec.dim == dim and value.spec.blocks == spec.blocks and value.spec.size == spec.size:
             return redistribute(value, spec.extents).local
+        if dim >= 0 and spec.blocks == 1 and spec.size == value.shape[dim] and sole_owner(value.spec) is not None:
+            return redistribute(resharded(value, dim), spec.extents).local
         value = gather(value, operation)
     if dim < 0 or value.shape[dim] == 1 != spec.size or value.shape[dim] == 0 != spec.size:
         return value

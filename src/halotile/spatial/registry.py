@@ -76,5 +76,8 @@ def is_view(op: Op) -> bool:
 def _signature(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int]:
     arguments = op._schema.arguments
     names = tuple(a.name for a in arguments)
-    defaults = tuple(a.default_value if a.has_default_value() else None for a in arguments)
+    # torch hands the default of a memory format out as its number, which no operation takes
+    defaults = tuple(
+        a.default_value if a.has_default_value() and a.name != "memory_format" else None for a in arguments
+    )
     return names, defaults, sum(not a.kwarg_only for a in arguments)

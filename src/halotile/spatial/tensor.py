@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -51,14 +50,30 @@ class SpatialTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, local: torch.Tensor | Lazy, spec: SpatialSpec, ledger: Ledger, shape: Sequence[int] | None = None
+        cls,
+        local: torch.Tensor | Lazy,
+        spec: SpatialSpec,
+        ledger: Ledger,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
     ) -> SpatialTensor:
-        """Wrap this rank's rows, or how to make them (then `shape` is the global shape)."""
+        """Wrap this rank's rows, or how to make them (then `shape` is the global shape).
+
+        `strides` are the global ones of a view: they follow from those of what it shows. Else they are those of the
+        local memory where all ranks have two rows or more; of fewer a tensor has no order of dims that all ranks could
+        agree on, so it is made contiguous.
+        """
         like = local if isinstance(local, torch.Tensor) else local.like
         size = list(local.shape if isinstance(local, torch.Tensor) else shape or ())
         size[spec.dim] = spec.size
+        if strides is None and min(spec.extents.sizes) > 1:
+            strides = _mirrored(like, size)
+        elif strides is None:
+            strides = _contiguous(size)
+            if isinstance(local, torch.Tensor):
+                local = local.contiguous()
         tensor: SpatialTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, size, strides=_mirrored(like, size), dtype=like.dtype, device=like.device, requires_grad=False
+            cls, size, strides=strides, dtype=like.dtype, device=like.device, requires_grad=False
         )
         tensor.spec = spec
         tensor.ledger = ledger
@@ -91,7 +106,8 @@ class SpatialTensor(torch.Tensor):
         """This rank's rows; shared memory, not a copy."""
         if self._local is None:
             assert self.lazy is not None
-            self._local, self.lazy = self.lazy.make(), None
+            made = self.lazy.make()
+            self._local, self.lazy = made if min(self.spec.extents.sizes) > 1 else made.contiguous(), None
             self.ledger.unmade.pop(id(self), None)
             assert self._local.shape[self.spec.dim] == self.spec.local_size(self.ranks.rank)
         return self._local
@@ -117,9 +133,11 @@ class SpatialTensor(torch.Tensor):
         _planned(self.spec.dim, self.spec.extents.total, self.ranks, extents)
         return redistribute(self, extents)
 
-    def like(self, local: torch.Tensor, spec: SpatialSpec | None = None) -> SpatialTensor:
-        """Another tensor of the same ledger, by default sharded in the same way."""
-        return SpatialTensor(local, self.spec if spec is None else spec, self.ledger)
+    def like(
+        self, local: torch.Tensor, spec: SpatialSpec | None = None, strides: Sequence[int] | None = None
+    ) -> SpatialTensor:
+        """Another tensor of the same ledger, by default sharded in the same way; with `strides`, a view of this one."""
+        return SpatialTensor(local, self.spec if spec is None else spec, self.ledger, None, strides)
 
     @classmethod
     def __torch_dispatch__(
@@ -159,14 +177,12 @@ def _mirrored(local: torch.Tensor, shape: list[int]) -> list[int]:
     local that is not dense stays not dense, so that `.contiguous()` and `view` see it, too.
     """
     sizes, strides = local.shape, local.stride()
-    # without elements, strides behind the empty dim are 0 or those of what it was cut from: only their order counts
-    empty = 0 in sizes
-    order = sorted(range(len(sizes)), key=lambda d: (strides[d] or (sys.maxsize if empty else 0), -d))
+    order = sorted(range(len(sizes)), key=lambda d: (strides[d], -d))
     mirrored, dense, reached, expected = [0] * len(sizes), 1, 1, 1
     for d in order:
-        if sizes[d] > 1 and strides[d] == 0 and not empty:
+        if sizes[d] > 1 and strides[d] == 0:
             continue
-        if sizes[d] > 1 and strides[d] > expected and not empty:
+        if sizes[d] > 1 and strides[d] > expected:
             # a gap: as many times larger as locally, rounded up
             dense = reached * -(-strides[d] // expected)
         mirrored[d] = dense
@@ -175,3 +191,11 @@ def _mirrored(local: torch.Tensor, shape: list[int]) -> list[int]:
         if sizes[d] > 1:
             expected = strides[d] * sizes[d]
     return mirrored
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return strides[::-1]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from halotile.comm import begin_fetch, empty_rows
 from halotile.geometry import Extents, Interval, field_rows
+from halotile.spatial.move import resharded, sole_owner
 from halotile.spatial.registry import Op, rule
 from halotile.spatial.rules.kernel import Convolve, whole_gets_onednn
 from halotile.spatial.rules.padding import Mode, Padding, source_row
@@ -49,7 +50,9 @@ def convolution(
     if x.spec.dim == 0:
         return x.like(call(x.local) if x.spec.local_size(x.ranks.rank) else call.empty(x.local, 0))
     if x.spec.dim == 1 or x.spec.blocks > 1:
-        return NotImplemented
+        if sole_owner(x.spec) is None:
+            return NotImplemented
+        x = resharded(x, 2)
     if transposed:
         return transposed_convolution(x, call)
     window = _window(x, call)

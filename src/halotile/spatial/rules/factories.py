@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from halotile.spatial.move import even_spec
-from halotile.spatial.registry import Op, rule, run
+from halotile.spatial.registry import Op, is_view, rule, run
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 )
 def like(op: Op, x: SpatialTensor, *rest: Any) -> Any:
     """Sharded as `x` is."""
-    return x.like(run(op, x.local, *rest))
+    return x.like(run(op, x.local, *rest), None, x.stride() if is_view(op) else None)
 
 
 @rule(aten.contiguous.default)

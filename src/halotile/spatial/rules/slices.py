@@ -20,8 +20,9 @@ aten = torch.ops.aten
 def slice_(op: Op, x: SpatialTensor, dim: int, start: int | None, end: int | None, step: int) -> Any:
     """A part of a dim. Of the sharded one, each rank keeps those of its rows that are in it."""
     dim %= x.dim()
+    strides = [stride * step if d == dim else stride for d, stride in enumerate(x.stride())]
     if dim != x.spec.dim:
-        return x.like(run(op, x.local, dim, start, end, step))
+        return x.like(run(op, x.local, dim, start, end, step), None, strides)
     first, stop, _ = slice(start, end).indices(x.spec.size)
     stop = max(first, stop)
     if x.spec.blocks > 1:
@@ -32,7 +33,7 @@ def slice_(op: Op, x: SpatialTensor, dim: int, start: int | None, end: int | Non
     begin, rows = zip(*(_inside(own, first, stop, step) for own in x.spec.extents.intervals), strict=True)
     me = x.ranks.rank
     local = run(op, x.local, dim, begin[me], begin[me] + (rows[me] - 1) * step + 1, step) if rows[me] else None
-    return x.like(x.local.narrow(dim, 0, 0) if local is None else local, SpatialSpec(dim, Extents(rows)))
+    return x.like(x.local.narrow(dim, 0, 0) if local is None else local, SpatialSpec(dim, Extents(rows)), strides)
 
 
 @rule(aten.select.int)
@@ -41,7 +42,7 @@ def select(op: Op, x: SpatialTensor, dim: int, index: int) -> Any:
     dim %= x.dim()
     spec = x.spec
     if dim != spec.dim:
-        return x.like(run(op, x.local, dim, index), spec.at(spec.dim - (dim < spec.dim)))
+        return x.like(run(op, x.local, dim, index), spec.at(spec.dim - (dim < spec.dim)), _without(x, dim))
     if not -spec.size <= index < spec.size:
         raise IndexError(f"index {index} is out of range for a dim of size {spec.size}")
     block, row = divmod(index % spec.size, spec.extents.total)
@@ -70,7 +71,11 @@ def unbind(op: Op, x: SpatialTensor, dim: int) -> Any:
     if dim == x.spec.dim:
         return NotImplemented
     spec = x.spec.at(x.spec.dim - (dim < x.spec.dim))
-    return [x.like(part, spec) for part in x.local.unbind(dim)]
+    return [x.like(part, spec, _without(x, dim)) for part in x.local.unbind(dim)]
+
+
+def _without(x: SpatialTensor, dim: int) -> list[int]:
+    return [stride for d, stride in enumerate(x.stride()) if d != dim]
 
 
 def _inside(own: Interval, first: int, stop: int, step: int) -> tuple[int, int]:
@@ -86,13 +91,13 @@ def _whole_blocks(x: SpatialTensor, first: int, stop: int, step: int) -> Spatial
         return None
     block, blocks = first // rows.total, (stop - first) // rows.total
     owned = rows.sizes[x.ranks.rank]
-    return x.like(x.local.narrow(dim, block * owned, blocks * owned), SpatialSpec(dim, rows, blocks))
+    return x.like(x.local.narrow(dim, block * owned, blocks * owned), SpatialSpec(dim, rows, blocks), x.stride())
 
 
 def _parts(x: SpatialTensor, sizes: Sequence[int], dim: int) -> Any:
     dim %= x.dim()
     if dim != x.spec.dim:
-        return [x.like(part) for part in x.local.split_with_sizes(list(sizes), dim)]
+        return [x.like(part, None, x.stride()) for part in x.local.split_with_sizes(list(sizes), dim)]
     parts, first = [], 0
     for size in sizes:
         parts.append(slice_(aten.slice.Tensor, x, dim, first, first + size, 1))

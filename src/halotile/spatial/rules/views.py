@@ -11,7 +11,7 @@ import torch
 
 from halotile.geometry import Extents
 from halotile.spatial.move import redistribute
-from halotile.spatial.registry import Op, rule, run
+from halotile.spatial.registry import Op, is_view, rule, run
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
 
@@ -26,8 +26,12 @@ def view(op: Op, x: SpatialTensor, size: Sequence[int], *_: Any) -> Any:
     if found is None:
         return NotImplemented
     spec, quantum = found
+    strides = _viewed_strides(x, shape) if quantum == 1 else None
     x = redistribute(x, _multiples(x.spec.extents, quantum))
-    return x.like(x.local.reshape(_local_shape(shape, spec, x)), spec)
+    result = x.like(x.local.reshape(_local_shape(shape, spec, x)), spec, strides)
+    if quantum > 1 and is_view(op):
+        x.ledger.keep_view(result.local)
+    return result
 
 
 def viewed_spec(shape: Sequence[int], spec: SpatialSpec, new: Sequence[int]) -> tuple[SpatialSpec, int] | None:
@@ -50,12 +54,13 @@ def viewed_spec(shape: Sequence[int], spec: SpatialSpec, new: Sequence[int]) -> 
         if before % outer or (rows * behind) % inner or before // outer * (rows * behind // inner) != size:
             continue
         quantum = inner // gcd(behind, inner)
-        if all(owned % quantum == 0 for owned in spec.extents.sizes):
-            quantum = 1
-        fitting.append((quantum, before // outer, dim))
+        moves = any(owned % quantum for owned in spec.extents.sizes)
+        # of those that move nothing, one that would suit any extents: what one rank owns whole could be cut anywhere
+        fitting.append((moves, quantum, before // outer, inner != behind, dim))
     if not fitting:
         return None
-    quantum, blocks, dim = min(fitting)
+    moves, quantum, blocks, _, dim = min(fitting)
+    quantum = quantum if moves else 1
     inner = prod(new[dim + 1 :])
     extents = _multiples(spec.extents, quantum)
     return SpatialSpec(dim, Extents(tuple(owned * behind // inner for owned in extents.sizes)), blocks), quantum
@@ -65,7 +70,7 @@ def viewed_spec(shape: Sequence[int], spec: SpatialSpec, new: Sequence[int]) -> 
 def permute(op: Op, x: SpatialTensor, dims: Sequence[int]) -> Any:
     """The sharded dim goes where its number goes."""
     order = [d % x.dim() for d in dims]
-    return x.like(x.local.permute(order), x.spec.at(order.index(x.spec.dim)))
+    return x.like(x.local.permute(order), x.spec.at(order.index(x.spec.dim)), [x.stride(d) for d in order])
 
 
 @rule(aten.transpose.int, aten.transpose_.default)
@@ -75,7 +80,9 @@ def transpose(op: Op, x: SpatialTensor, first: int, second: int) -> Any:
         return NotImplemented
     first, second = first % x.dim(), second % x.dim()
     moved = {first: second, second: first}.get(x.spec.dim, x.spec.dim)
-    return x.like(x.local.transpose(first, second), x.spec.at(moved))
+    strides = list(x.stride())
+    strides[first], strides[second] = strides[second], strides[first]
+    return x.like(x.local.transpose(first, second), x.spec.at(moved), strides)
 
 
 @rule(aten.t.default)
@@ -88,7 +95,9 @@ def t(op: Op, x: SpatialTensor) -> Any:
 def unsqueeze(op: Op, x: SpatialTensor, dim: int) -> Any:
     """A new dim before or behind the sharded one."""
     dim %= x.dim() + 1
-    return x.like(x.local.unsqueeze(dim), x.spec.at(x.spec.dim + (dim <= x.spec.dim)))
+    strides = list(x.stride())
+    strides.insert(dim, x.shape[dim] * strides[dim] if dim < x.dim() else 1)
+    return x.like(x.local.unsqueeze(dim), x.spec.at(x.spec.dim + (dim <= x.spec.dim)), strides)
 
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -98,10 +107,8 @@ def squeeze(op: Op, x: SpatialTensor, dims: int | Sequence[int] | None = None) -
     gone = sorted(d % x.dim() for d in asked if x.shape[d] == 1)
     if x.spec.dim in gone:
         return NotImplemented
-    local = x.local
-    for d in reversed(gone):
-        local = local.squeeze(d)
-    return x.like(local, x.spec.at(x.spec.dim - sum(d < x.spec.dim for d in gone)))
+    strides = [stride for d, stride in enumerate(x.stride()) if d not in gone]
+    return x.like(x.local.squeeze(gone), x.spec.at(x.spec.dim - sum(d < x.spec.dim for d in gone)), strides)
 
 
 @rule(aten.expand.default)
@@ -112,7 +119,11 @@ def expand(op: Op, x: SpatialTensor, size: Sequence[int], implicit: bool) -> Any
         return NotImplemented
     shape = list(size)
     shape[spec.dim] = spec.local_size(x.ranks.rank)
-    return x.like(x.local.expand(shape), spec)
+    front = len(size) - x.dim()
+    strides = [0] * front + [
+        stride if size[d + front] in (-1, x.shape[d]) else 0 for d, stride in enumerate(x.stride())
+    ]
+    return x.like(x.local.expand(shape), spec, strides)
 
 
 @rule(aten.unfold.default)
@@ -120,7 +131,17 @@ def unfold(op: Op, x: SpatialTensor, dim: int, size: int, step: int) -> Any:
     """Sliding windows along a dim that is not sharded."""
     if dim % x.dim() == x.spec.dim:
         return NotImplemented
-    return x.like(run(op, x.local, dim, size, step))
+    dim %= x.dim()
+    strides = [stride * step if d == dim else stride for d, stride in enumerate(x.stride())]
+    return x.like(run(op, x.local, dim, size, step), None, [*strides, x.stride(dim)])
+
+
+def _viewed_strides(x: SpatialTensor, shape: Sequence[int]) -> Sequence[int] | None:
+    """The global strides of a view; None where there is none, and the result is a copy."""
+    try:
+        return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+    except RuntimeError:
+        return None
 
 
 def _filled(size: Sequence[int], numel: int) -> list[int]:
