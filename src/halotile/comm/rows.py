@@ -94,7 +94,8 @@ def empty_rows(like: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     shape[dim] = rows
     if like.is_contiguous():
         return like.new_empty(shape)
-    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
     return torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
 
 

@@ -18,6 +18,7 @@ from halotile.geometry import Extents, Interval
 from halotile.spatial import Ledger, SpatialSpec, SpatialTensor
 from halotile.spatial.mode import SpatialMode
 from halotile.spatial.move import fetch
+from halotile.spatial.tensor import copied_strides
 
 
 def rows_dim(vae: Any, shape: tuple[int, ...], dim: int | None) -> int:
@@ -54,7 +55,8 @@ def run_sharded(
     Every rank must call it. Raises UnsupportedError, on every rank, where `options.strict` forbids an operation.
     """
     with _nothing_kept(vae), SpatialMode(ledger):
-        output = work(SpatialTensor(spec.take(x.detach(), spec.dim, ledger.ranks.rank).clone(), spec, ledger))
+        rows = spec.take(x.detach(), spec.dim, ledger.ranks.rank).clone()
+        output = work(SpatialTensor(rows, spec, ledger, None, copied_strides(x)))
     return _deliver(output, spec.dim - x.dim(), ledger.ranks, options)
 
 

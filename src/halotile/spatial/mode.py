@@ -51,7 +51,14 @@ def _filled(ledger: Ledger, op: Op, size: Sequence[int], *rest: Any) -> Any:
     spec = ledger.spec_for(size)
     if spec is None:
         return NotImplemented
-    return SpatialTensor(run(op, local_size(size, spec, ledger.ranks.rank), *rest), spec, ledger)
+    return SpatialTensor(
+        run(op, local_size(size, spec, ledger.ranks.rank), *rest), spec, ledger, None, _strides(size, rest)
+    )
+
+
+def _strides(size: Sequence[int], rest: Sequence[Any]) -> tuple[int, ...]:
+    memory_format = next((value for value in rest if isinstance(value, torch.memory_format)), torch.contiguous_format)
+    return torch.empty(list(size), device="meta", memory_format=memory_format).stride()
 
 
 def _empty_strided(ledger: Ledger, op: Op, size: Sequence[int], stride: Sequence[int], *rest: Any) -> Any:
@@ -59,7 +66,9 @@ def _empty_strided(ledger: Ledger, op: Op, size: Sequence[int], stride: Sequence
     if spec is None or order is None:
         return NotImplemented
     local = local_size(size, spec, ledger.ranks.rank)
-    return SpatialTensor(run(op, local, dense_strides(local, order), *rest), spec, ledger)
+    return SpatialTensor(
+        run(op, local, dense_strides(local, order), *rest), spec, ledger, None, dense_strides(size, order)
+    )
 
 
 def _random(ledger: Ledger, op: Op, *values: Any) -> Any:
@@ -69,7 +78,7 @@ def _random(ledger: Ledger, op: Op, *values: Any) -> Any:
     if spec is None:
         return NotImplemented
     whole = run(op, *values)
-    return SpatialTensor(spec.take(whole, spec.dim, ledger.ranks.rank).clone(), spec, ledger)
+    return SpatialTensor(spec.take(whole, spec.dim, ledger.ranks.rank).clone(), spec, ledger, None, whole.stride())
 
 
 FACTORIES: dict[Op, Callable[..., Any]] = {

@@ -18,7 +18,7 @@ def fetch(x: SpatialTensor, wanted: Sequence[Interval]) -> torch.Tensor:
     if spec.blocks == 1:
         return fetch_rows(x.local, spec.dim, spec.extents, wanted, x.ranks)
     rows = spec.extents.sizes[x.ranks.rank]
-    split = x.local.unflatten(spec.dim, (spec.blocks, rows))
+    split = torch.unflatten(x.local, spec.dim, (spec.blocks, rows))
     return fetch_rows(split, spec.dim + 1, spec.extents, wanted, x.ranks).flatten(spec.dim, spec.dim + 1)
 
 
@@ -103,7 +103,7 @@ def one_block(x: SpatialTensor) -> SpatialTensor:
         return x
     owned = spec.extents.sizes[x.ranks.rank]
     plain = SpatialSpec(spec.dim, spec.extents)
-    blocks = [x.like(part, plain) for part in x.local.unflatten(spec.dim, (spec.blocks, owned)).unbind(spec.dim)]
+    blocks = [x.like(part, plain) for part in torch.unflatten(x.local, spec.dim, (spec.blocks, owned)).unbind(spec.dim)]
     even = even_spec(spec.dim, spec.size, x.ranks.size)
     return x.like(splice(blocks, spec.dim, even.extents), even)
 

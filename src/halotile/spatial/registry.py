@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
-import torch
-
 Op = Any
 """An `OpOverload` of torch: `torch.ops.aten.add.Tensor`. torch does not export the type."""
 Rule = Callable[..., Any]
@@ -17,7 +15,7 @@ RULES: dict[Op, Rule] = {}
 
 
 def rule(*operations: Op) -> Callable[[F], F]:
-    """Register a function for operations (overloads, or packets: then for all overloads).
+    """Register a function for overloads of operations.
 
     It is called with the operation and then all of the operation's arguments in the schema's order, defaults filled
     in: `def flip(op, x, dims)`. It returns the result, or NotImplemented when it does not apply. Whether it does, and
@@ -26,14 +24,8 @@ def rule(*operations: Op) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         for operation in operations:
-            overloads = (
-                [getattr(operation, name) for name in operation.overloads()]
-                if isinstance(operation, torch._ops.OpOverloadPacket)
-                else [operation]
-            )
-            for overload in overloads:
-                assert overload not in RULES, f"{overload} has two rules"
-                RULES[overload] = function
+            assert operation not in RULES, f"{operation} has two rules"
+            RULES[operation] = function
         return function
 
     return register

@@ -51,5 +51,5 @@ class SpatialSpec:
         rows = self.extents.interval(rank)
         if self.blocks == 1:
             return tensor.narrow(dim, rows.start, len(rows))
-        split = tensor.unflatten(dim, (self.blocks, self.extents.total))
+        split: torch.Tensor = torch.unflatten(tensor, dim, (self.blocks, self.extents.total))
         return split.narrow(dim + 1, rows.start, len(rows)).flatten(dim, dim + 1)

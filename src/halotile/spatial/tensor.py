@@ -46,7 +46,7 @@ class SpatialTensor(torch.Tensor):
     ledger: Ledger
 
     # torch functions decompose as for a plain tensor; only what reaches the dispatcher is ours
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -72,7 +72,7 @@ class SpatialTensor(torch.Tensor):
             strides = _contiguous(size)
             if isinstance(local, torch.Tensor):
                 local = local.contiguous()
-        tensor: SpatialTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: SpatialTensor = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=strides, dtype=like.dtype, device=like.device, requires_grad=False
         )
         tensor.spec = spec
@@ -99,7 +99,7 @@ class SpatialTensor(torch.Tensor):
             raise PlanError(f"dim {dim} is not one of a tensor of shape {tuple(tensor.shape)}")
         spec = _planned(dim % tensor.dim(), tensor.shape[dim], ranks, extents)
         local = spec.take(tensor.detach(), spec.dim, ranks.rank).clone()
-        return cls(local, spec, Ledger(ranks, strict))
+        return cls(local, spec, Ledger(ranks, strict), None, copied_strides(tensor))
 
     @property
     def local(self) -> torch.Tensor:
@@ -140,7 +140,7 @@ class SpatialTensor(torch.Tensor):
         return SpatialTensor(local, self.spec if spec is None else spec, self.ledger, None, strides)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from halotile.spatial.dispatch import dispatch
@@ -158,6 +158,12 @@ class SpatialTensor(torch.Tensor):
             f"SpatialTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, dim={self.spec.dim}, "
             f"extents={self.spec.extents.sizes}, blocks={self.spec.blocks}, rank={self.ranks.rank})"
         )
+
+
+def copied_strides(tensor: torch.Tensor, memory_format: torch.memory_format | None = None) -> tuple[int, ...]:
+    """The global strides of a copy of `tensor`, as torch makes it: dense, with the same order of dims by default."""
+    stand_in = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return torch.empty_like(stand_in, memory_format=memory_format or torch.preserve_format).stride()
 
 
 def _planned(dim: int, total: int, ranks: Ranks, extents: Extents | None) -> SpatialSpec:

@@ -42,9 +42,11 @@ def convolution(
     if not isinstance(x, SpatialTensor) or isinstance(weight, SpatialTensor) or isinstance(bias, SpatialTensor):
         return NotImplemented
     dims = x.dim() - 2
-    each = [n * dims if len(n) == 1 else n for n in map(list, (stride, padding, dilation, output_padding))]
-    as_whole = not transposed and not simple() and whole_gets_onednn(x, weight, *each[:3], groups)
-    call = Convolve(op, weight, bias, *each[:3], transposed, each[3], groups, as_whole)
+    stride, padding, dilation, output_padding = (
+        list(n) * dims if len(n) == 1 else list(n) for n in (stride, padding, dilation, output_padding)
+    )
+    as_whole = not transposed and not simple() and whole_gets_onednn(x, weight, stride, padding, dilation, groups)
+    call = Convolve(op, weight, bias, stride, padding, dilation, transposed, output_padding, groups, as_whole)
     if min(call.sizes(x.shape)) < 1:
         return NotImplemented
     if x.spec.dim == 0:
@@ -217,4 +219,4 @@ class _Window:
 
 def _joined(parts: Sequence[torch.Tensor], dim: int, like: torch.Tensor) -> torch.Tensor:
     """Rows put together in the memory layout of the band: another layout may get another kernel."""
-    return torch.cat(parts, dim, out=empty_rows(like, dim, sum(part.shape[dim] for part in parts)))
+    return torch.cat(list(parts), dim, out=empty_rows(like, dim, sum(part.shape[dim] for part in parts)))

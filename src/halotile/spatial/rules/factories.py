@@ -10,7 +10,7 @@ import torch
 from halotile.spatial.move import even_spec
 from halotile.spatial.registry import Op, is_view, rule, run
 from halotile.spatial.spec import SpatialSpec
-from halotile.spatial.tensor import SpatialTensor
+from halotile.spatial.tensor import SpatialTensor, copied_strides
 
 aten = torch.ops.aten
 
@@ -20,6 +20,7 @@ aten = torch.ops.aten
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
+    aten.clone.default,
     aten._to_copy.default,
     aten.detach.default,
     aten.alias.default,
@@ -28,19 +29,19 @@ aten = torch.ops.aten
 )
 def like(op: Op, x: SpatialTensor, *rest: Any) -> Any:
     """Sharded as `x` is."""
-    return x.like(run(op, x.local, *rest), None, x.stride() if is_view(op) else None)
+    memory_format = next((value for value in rest if isinstance(value, torch.memory_format)), None)
+    strides = x.stride() if is_view(op) else copied_strides(x, memory_format)
+    return x.like(run(op, x.local, *rest), None, strides)
 
 
 @rule(aten.contiguous.default)
 def contiguous(op: Op, x: SpatialTensor, memory_format: Any) -> Any:
     """`x` itself, or a copy."""
-    if not isinstance(memory_format, torch.memory_format):
-        # the schema's default comes as a number
-        memory_format = torch.contiguous_format
+    memory_format = memory_format or torch.contiguous_format
     if x.is_contiguous(memory_format=memory_format):
         return x
     # not `contiguous`: that leaves rows of which there are none, or one, in the old order of dims
-    return x.like(x.local.clone(memory_format=memory_format))
+    return x.like(x.local.clone(memory_format=memory_format), None, copied_strides(x, memory_format))
 
 
 @rule(aten.lift_fresh.default, aten.detach_.default)
@@ -68,7 +69,7 @@ def new_empty_strided(op: Op, x: SpatialTensor, size: Sequence[int], stride: Seq
     if spec is None or order is None:
         return run(op, _plain(x), list(size), list(stride), *rest)
     local = local_size(size, spec, x.ranks.rank)
-    return x.like(run(op, _plain(x), local, dense_strides(local, order), *rest), spec)
+    return x.like(run(op, _plain(x), local, dense_strides(local, order), *rest), spec, dense_strides(size, order))
 
 
 @rule(
@@ -90,7 +91,7 @@ def random_like(op: Op, x: SpatialTensor, *rest: Any) -> Any:
     # only its size, and its order in memory, by which the kernel fills: no whole of it is made
     stand_in = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     whole = run(op, stand_in, *values, memory_format)
-    return x.like(x.spec.take(whole, x.spec.dim, x.ranks.rank).clone())
+    return x.like(x.spec.take(whole, x.spec.dim, x.ranks.rank).clone(), None, whole.stride())
 
 
 @rule(
@@ -127,7 +128,7 @@ def dropout(op: Op, x: SpatialTensor, p: float, train: bool) -> Any:
         return x
     if p == 1 or x.device.type != "cpu":
         return NotImplemented
-    kept = random_fill(aten.bernoulli_.float, x.like(torch.empty_like(x.local)), 1 - p, None)
+    kept = random_fill(aten.bernoulli_.float, x.like(torch.empty_like(x.local), None, copied_strides(x)), 1 - p, None)
     return x.like(x.local * kept.local.div_(1 - p))
 
 

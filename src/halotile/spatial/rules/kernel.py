@@ -11,7 +11,7 @@ import torch
 
 from halotile.spatial.registry import Op
 
-_MKLDNN = torch._C._ConvBackend.Mkldnn
+_ONEDNN = torch._C._ConvBackend.Mkldnn  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,16 @@ class Convolve:
         For small inputs it picks im2col, which on the bands of a large one costs two to three times the time and the
         memory of the kernel that the whole gets; the same kernel also gives the same bits.
         """
-        weight, bias = self.weight, self.bias
         if self.as_whole:
-            layout = torch.contiguous_format
-            if x.dim() > 3:
-                last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-                if x.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last):
-                    layout = last if not (x.is_contiguous() and weight.is_contiguous()) else layout
             result: torch.Tensor = torch.ops.aten.mkldnn_convolution(
-                x.contiguous(memory_format=layout),
-                weight.contiguous(memory_format=layout),
-                bias,
-                self.padding,
-                self.stride,
-                self.dilation,
-                self.groups,
+                x, self.weight, self.bias, self.padding, self.stride, self.dilation, self.groups
             )
-            return result
-        result = self.op(
-            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
-        )
-        return result
+        else:
+            result = self.op(
+                x, self.weight, self.bias, self.stride, self.padding, self.dilation,
+                self.transposed, self.output_padding, self.groups,
+            )  # fmt: skip
+        return result  # the type that mypy lacks
 
     def padded(self, along: int, padding: int, output_padding: int = 0) -> Convolve:
         """The same with another padding of one spatial dim."""
@@ -101,7 +90,7 @@ def whole_gets_onednn(
     if x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() == 3:
         return False
     shapes = (tuple(x.shape), tuple(weight.shape), tuple(stride), tuple(padding), tuple(dilation))
-    return bool(_backend(*shapes, groups, torch.get_num_threads()) == _MKLDNN)
+    return bool(_backend(*shapes, groups, torch.get_num_threads()) == _ONEDNN)
 
 
 @lru_cache(maxsize=4096)

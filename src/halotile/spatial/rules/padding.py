@@ -40,7 +40,7 @@ class Padding:
 
     @property
     def extents(self) -> Extents:
-        """The rows of the padded tensor: what is before goes to the first rank that has rows, what is after to the last."""
+        """The rows of the padded tensor: the first rank that has rows gets those before them, the last those after."""
         return _padded(self.base.spec.extents, *self.pads[self.base.spec.dim])
 
     def make(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from halotile.comm import Ranks
+from halotile.spatial.pointwise import rows_for
 from halotile.spatial.registry import Op, rule, run
 from halotile.spatial.rules.statistics import merged_moments
 from halotile.spatial.tensor import SpatialTensor
@@ -53,6 +54,16 @@ def product(op: Op, x: SpatialTensor, *rest: Any) -> Any:
     wide = _wide(dtype)
     part = torch.prod(x.local, dtype=wide) if dim is None else torch.prod(x.local, dim, keepdim, dtype=wide)
     return combined(part, x.ranks, lambda parts: parts.prod(0)).to(dtype)
+
+
+@rule(aten.equal.default)
+def equal(op: Op, x: Any, other: Any) -> Any:
+    """Whether all elements are equal: torch tags it pointwise, but what it says must not differ by rank."""
+    like = x if isinstance(x, SpatialTensor) else other
+    if x.shape != other.shape:
+        return False
+    same = torch.tensor([torch.equal(*(rows_for(t, like.dim(), like.spec, str(op), like) for t in (x, other)))])
+    return bool(like.ranks.transport.all_reduce(same.to(like.device, torch.int32), "min"))
 
 
 @rule(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
