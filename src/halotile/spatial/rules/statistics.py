@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import prod
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halotile.comm import Ranks
 
@@ -45,8 +46,11 @@ def local_moments(local: torch.Tensor, dims: Sequence[int]) -> tuple[torch.Tenso
         var, mean = torch.var_mean(local, tuple(dims), correction=0)
         return mean, var * (local.numel() // mean.numel())
     # in the order of memory, so that pieces are close together and deviations have the layout of what they are from
-    order = sorted(range(local.dim()), key=lambda d: (-local.stride()[d], d))
-    mean, m2 = _in_pieces(local.permute(order), [order.index(d) for d in dims])
+    strides = local.stride()
+    order = sorted(range(local.dim()), key=lambda d: (-strides[d], d))
+    # thousands of small operations a decode, which are no modes' business: each would pass all of them
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        mean, m2 = _in_pieces(local.permute(order), [order.index(d) for d in dims])
     back = [sum(order.index(d) > order.index(e) for e in kept) for d in kept]
     return mean.permute(back), m2.permute(back)
 
