@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -16,21 +17,28 @@ class Meter:
     """Measures, as a context manager, the peak of live bytes that operations inside of it have made.
 
     What exists before (weights, the input) does not count, nor does what a kernel uses while it runs, except on CUDA.
-    Views and in-place operations make nothing. On CPU every operation is watched; on CUDA the allocator's own
-    statistics are read, and its peak is reset. `peak_bytes` is None before the first use.
+    Views and in-place operations make nothing. On CPU every operation is watched, by a mode of its own or, where
+    another mode is there anyway (`shown`), through `see`; on CUDA the allocator's own statistics are read, and its peak
+    is reset. `peak_bytes` is None before the first use.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shown: bool = False) -> None:
         self.peak_bytes: int | None = None
         self._device = device
         self._before = 0
         self._watch = _Watch()
+        self._shown = shown
+
+    @property
+    def see(self) -> Callable[[Any, tuple[Any, ...]], None] | None:
+        """What is to be called with the result and the arguments of every operation; None where nothing is needed."""
+        return self._watch.see if self._device.type != "cuda" else None
 
     def __enter__(self) -> Meter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
-        else:
+        elif not self._shown:
             self._watch.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -40,7 +48,8 @@ class Meter:
         if self._device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
         else:
-            self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            if not self._shown:
+                self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             self.peak_bytes = self._watch.peak
 
 
@@ -70,13 +79,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # a wrapper without memory of its own; the operations on its rows come here one by one
             return NotImplemented
         result = func(*args, **(kwargs or {}))
+        self.see(result, args)
+        return result
+
+    def see(self, result: Any, args: tuple[Any, ...]) -> None:
         if isinstance(result, torch.Tensor):
             self._see(result, args)
         elif isinstance(result, (tuple, list)):
             for part in result:
                 if isinstance(part, torch.Tensor):
                     self._see(part, args)
-        return result
 
     def _see(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()

@@ -65,7 +65,7 @@ def run_call(
         if plan.draws:
             call.note(generators.note())
         call.meet(_facts(vae, half, tensor, options, plan))
-        meter, ledger = Meter(tensor.device), Ledger(ranks, options.strict)
+        meter, ledger = Meter(tensor.device, shown=plan.spec is not None), Ledger(ranks, options.strict)
         extents: tuple[int, ...] | None = None
         if plan.dealt is not None:
             total = len(plan.dealt.recording.calls)
@@ -74,7 +74,7 @@ def run_call(
             with call.entangled("work"):
                 generators.take(call.notes("start")[0])
                 with meter:
-                    output, extents = run_sharded(vae, ledger, cast, plan.spec, options, work)
+                    output, extents = run_sharded(vae, ledger, cast, plan.spec, options, work, meter.see)
                 _wait_for_device(tensor.device, call)
         else:
             with call.together("work"), meter:

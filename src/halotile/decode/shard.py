@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ from halotile.errors import PlanError
 from halotile.families import Half, family_of
 from halotile.geometry import Extents, Interval
 from halotile.spatial import Ledger, SpatialSpec, SpatialTensor
-from halotile.spatial.mode import SpatialMode
+from halotile.spatial.mode import SpatialMode, Watch
 from halotile.spatial.move import fetch
 from halotile.spatial.tensor import copied_strides
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 def rows_dim(vae: Any, shape: tuple[int, ...], dim: int | None) -> int:
@@ -47,17 +49,23 @@ def deal_rows(vae: Any, half: Half, rows: int, ranks: int) -> Extents:
 
 
 def run_sharded(
-    vae: Any, ledger: Ledger, x: torch.Tensor, spec: SpatialSpec, options: Options, work: Callable[[Any], Any]
+    vae: Any,
+    ledger: Ledger,
+    x: torch.Tensor,
+    spec: SpatialSpec,
+    options: Options,
+    work: Callable[[Any], Any],
+    watch: Watch | None = None,
 ) -> tuple[Any, tuple[int, ...] | None]:
     """Run `work` (the VAE's own call) on this rank's rows of `x`, which every rank has, and deliver what it returns.
 
     Returns the output, None on a rank that is to have nothing, and with `deliver="sharded"` the rows of each rank.
     Every rank must call it. Raises UnsupportedError, on every rank, where `options.strict` forbids an operation.
     """
-    with _nothing_kept(vae), SpatialMode(ledger):
+    with _nothing_kept(vae), SpatialMode(ledger, watch):
         rows = spec.take(x.detach(), spec.dim, ledger.ranks.rank).clone()
         output = work(SpatialTensor(rows, spec, ledger, None, copied_strides(x)))
-    return _deliver(output, spec.dim - x.dim(), ledger.ranks, options)
+        return _deliver(output, spec.dim - x.dim(), ledger.ranks, options)
 
 
 def _ratio(vae: Any) -> int:
@@ -120,19 +128,23 @@ def _nothing_kept(vae: Any) -> Iterator[None]:
         [vae] if isinstance(vae, nn.Module) else [part for part in vars(vae).values() if isinstance(part, nn.Module)]
     )
     owners = {id(owner): owner for part in parts for owner in part.modules()} | {id(vae): vae}
-    before = [(owner, _copies(vars(owner))) for owner in owners.values()]
+    before = [(owner, {name: (value, _copied(value)) for name, value in _own(owner)}) for owner in owners.values()]
     try:
         yield
     finally:
         for owner, values in before:
-            for name, now in list(vars(owner).items()):
+            for name, now in list(_own(owner)):
                 if _holds_sharded(now):
                     _put_back(owner, name, values)
 
 
-def _copies(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each value with a copy of what is in it, where it is a container."""
-    return {name: (value, value.copy() if type(value) in (list, dict) else None) for name, value in values.items()}
+def _own(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes that may hold tensors of a call: not those in which torch keeps weights, modules and hooks."""
+    return ((name, value) for name, value in vars(owner).items() if name not in _OF_TORCH)
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict) else None
 
 
 def _put_back(owner: Any, name: str, values: dict[str, tuple[Any, Any]]) -> None:

@@ -15,6 +15,7 @@ from halotile.spatial.rules.factories import dense_order, dense_strides, local_s
 from halotile.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
+Watch = Callable[[Any, tuple[Any, ...]], None]
 
 
 class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,9 +29,16 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     it raises UnsupportedError.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, watch: Watch | None = None) -> None:
+        """`watch` is shown the result and the arguments of every operation on plain tensors, the local ones too."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
+        self.watch = watch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the method below, at a third of its cost
+        return False
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SpatialTensor in types:
@@ -44,7 +52,10 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return result
         elif ledger.copies and func._schema.is_mutable:
             _refuse_lost_write(ledger, func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if self.watch is not None:
+            self.watch(result, args)
+        return result
 
 
 def _filled(ledger: Ledger, op: Op, size: Sequence[int], *rest: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from halotile.spatial.pointwise import rows_for
 from halotile.spatial.registry import Op, rule, run
-from halotile.spatial.rules.statistics import merged_moments
+from halotile.spatial.rules.statistics import merged_moments, unwatched
 from halotile.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
@@ -38,10 +38,11 @@ def group_norm(
     grouped = local.reshape(batch, groups, channels // groups, *local.shape[2:])
     counts = _counts(x, channels // groups * x.numel() // (batch * channels))
     mean, m2 = merged_moments(grouped, range(2, grouped.dim()), counts, x.ranks)
-    var = m2 / sum(counts)
-    each_mean, each_var = (part.repeat_interleave(channels // groups, 1) for part in (mean, var))
-    out = _scaled(local, each_mean, each_var, weight, bias, eps)
-    return x.like(out), mean.float(), (var + eps).rsqrt().float()
+    with unwatched():
+        var = m2 / sum(counts)
+        each_mean, each_var = (part.repeat_interleave(channels // groups, 1) for part in (mean, var))
+        mean, rstd = mean.float(), (var + eps).rsqrt().float()
+    return x.like(_scaled(local, each_mean, each_var, weight, bias, eps)), mean, rstd
 
 
 @rule(aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
@@ -140,11 +141,12 @@ def _scaled(
         return torch.empty_like(local)
     samples, channels = mean.shape
     dtype = torch.promote_types(local.dtype, torch.float32)
-    stats = [part.to(dtype) for part in (mean, var)]
-    affine = [None if value is None else value.to(dtype) for value in (weight, bias)]
+    with unwatched():
+        stats = [part.to(dtype) for part in (mean, var)]
+        affine = [None if value is None else value.to(dtype) for value in (weight, bias)]
 
     def normalised(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, repeats: int) -> torch.Tensor:
-        weight, bias = (None if value is None else value.repeat(repeats) for value in affine)
+        weight, bias = (value if value is None or repeats == 1 else value.repeat(repeats) for value in affine)
         return aten.native_batch_norm.default(x, weight, bias, mean, var, False, 0.0, eps)[0]  # type: ignore[no-any-return]
 
     if samples == 1:
