@@ -68,15 +68,18 @@ def test_kinds_whose_reductions_do_not_cross_rows_give_the_same_bits(name, heigh
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("height", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", ["AutoencoderKL", "AutoencoderKLWan_2.1", "AutoencoderKLLTX2Video", "AutoencoderDC"])
-@pytest.mark.parametrize("half", ["decode", "encode"])
-def test_fewer_rows_than_ranks_and_bands_thinner_than_a_kernel(name, half, height):
-    if name == "AutoencoderKLLTX2Video" and half == "decode" and height == 1:
+@pytest.mark.parametrize(
+    ("name", "half", "height"),
+    [
+        (name, half, height)
+        for name in ("AutoencoderKL", "AutoencoderKLWan_2.1", "AutoencoderKLLTX2Video", "AutoencoderDC")
+        for half in ("decode", "encode")
+        for height in (1, 2, 3, 5)
         # its reflect padding needs two rows, on one rank, too
-        with pytest.raises(halotile.RemoteRankError, match=r"[Pp]adding"):
-            sharded.run(name, half, 4, height=height)
-        return
+        if (name, half, height) != ("AutoencoderKLLTX2Video", "decode", 1)
+    ],
+)
+def test_fewer_rows_than_ranks_and_bands_thinner_than_a_kernel(name, half, height):
     expected = alone(name, half, height=height)
     for out, report in sharded.run(name, half, 4, height=height):
         assert relative_error(out, expected) <= TOLERANCE

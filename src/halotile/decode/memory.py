@@ -56,6 +56,8 @@ class Meter:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages: each that an operation makes counts once, until nothing refers to it any more."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0

@@ -89,7 +89,7 @@ def run_call(
     return output, DecodeReport(
         half=half,
         strategy=plan.strategy,
-        reason=plan.reason,
+        reason=plan.reason + _gathered_note(ledger),
         exactness="bitwise" if plan.spec is None else "allclose",
         ranks=ranks.size,
         tiles=1 if plan.dealt is None else len(plan.dealt.owners),
@@ -104,6 +104,14 @@ def run_call(
         attention_gathers=ledger.attention_gathers,
         peak_activation_bytes=meter.peak_bytes,
     )
+
+
+def _gathered_note(ledger: Ledger) -> str:
+    """That a rank held more than its rows: one gather may leave the rest of the call whole on every rank."""
+    if not ledger.gathers:
+        return ""
+    names = ", ".join(f"{name} ({times})" for name, times in sorted(ledger.gathers.items()))
+    return f"; gathered for want of a rule: {names}; what follows from that ran whole on every rank"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from halotile.spatial.tensor import SpatialTensor
 
 def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op`. Every rank comes here with the same operation, shapes and extents, so all take the same way."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        # flex attention, cond: they have no schema, and take functions of tensors
+        return op(*_whole(args, op.name()), **{name: _whole(value, op.name()) for name, value in kwargs.items()})
     ledger = ledger_of(args, kwargs)
     if ledger.unmade and op._schema.is_mutable:
         values = bind(op, args, kwargs)

@@ -29,6 +29,8 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     it raises UnsupportedError.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, ledger: Ledger, watch: Watch | None = None) -> None:
         """`watch` is shown the result and the arguments of every operation on plain tensors, the local ones too."""
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +52,7 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = factory(ledger, func, *bind(func, args, kwargs or {}))
                 if result is not NotImplemented:
                     return result
-        elif ledger.copies and func._schema.is_mutable:
+        elif ledger.copies and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             _refuse_lost_write(ledger, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if self.watch is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +68,7 @@ class SpatialTensor(torch.Tensor):
         size = list(local.shape if isinstance(local, torch.Tensor) else shape or ())
         size[spec.dim] = spec.size
         if strides is None and min(spec.extents.sizes) > 1:
-            strides = _mirrored(like, size)
+            strides = _mirrored(tuple(like.shape), like.stride(), tuple(size))
         elif strides is None:
             strides = _contiguous(size)
             if isinstance(local, torch.Tensor):
@@ -176,13 +177,13 @@ def _planned(dim: int, total: int, ranks: Ranks, extents: Extents | None) -> Spa
     return SpatialSpec(dim, planned)
 
 
-def _mirrored(local: torch.Tensor, shape: list[int]) -> list[int]:
-    """Global strides with the local order of dims in memory.
+@lru_cache(maxsize=8192)
+def _mirrored(sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+    """Global strides with the order of dims in memory that local `sizes` and `strides` have.
 
     Claiming contiguous strides for a permuted local makes `.contiguous()` do nothing, and kernels read garbage. A
     local that is not dense stays not dense, so that `.contiguous()` and `view` see it, too.
     """
-    sizes, strides = local.shape, local.stride()
     order = sorted(range(len(sizes)), key=lambda d: (strides[d], -d))
     mirrored, dense, reached, expected = [0] * len(sizes), 1, 1, 1
     for d in order:
