@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from halotile.errors import UnsupportedError
 from halotile.spatial.move import gather
 from halotile.spatial.pointwise import pointwise
 from halotile.spatial.registry import RULES, Op, bind, is_view, run, written
@@ -15,8 +16,9 @@ from halotile.spatial.tensor import SpatialTensor
 def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op`. Every rank comes here with the same operation, shapes and extents, so all take the same way."""
     if isinstance(op, torch._ops.HigherOrderOperator):
-        # flex attention, cond: they have no schema, and take functions of tensors
-        return op(*_whole(args, op.name()), **{name: _whole(value, op.name()) for name, value in kwargs.items()})
+        raise UnsupportedError(
+            f"{op} takes functions of tensors, which torch compiles; that cannot be done with sharded rows"
+        )
     ledger = ledger_of(args, kwargs)
     if ledger.unmade and op._schema.is_mutable:
         values = bind(op, args, kwargs)

@@ -42,6 +42,11 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # torch would wrap the method below, at a third of its cost
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # what torch compiles inside of an operation of its own is not to be traced through here
+        return True
+
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SpatialTensor in types:
             return NotImplemented
