@@ -14,6 +14,7 @@ from halotile.errors import (
     RemoteRankError,
     UnsupportedError,
 )
+from halotile.spatial import SpatialTensor
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "PlanError",
     "Ranks",
     "RemoteRankError",
+    "SpatialTensor",
     "UnsupportedError",
     "decode",
     "enable_tiling",

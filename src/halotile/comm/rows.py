@@ -17,14 +17,20 @@ Deliver = Literal["all", "driver", "sharded"]
 
 
 def fetch_rows(
-    local: torch.Tensor, dim: int, extents: Extents, wanted: Sequence[Interval], ranks: Ranks
+    local: torch.Tensor,
+    dim: int,
+    extents: Extents,
+    wanted: Sequence[Interval],
+    ranks: Ranks,
+    order: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """The rows of a sharded tensor that this rank wants, wherever they are.
 
     `local` holds this rank's rows of `dim`: those of `extents.interval(rank)`. `wanted` names, for each rank, the
     global rows that it wants, so that every rank knows every message: they match with no negotiation, have exactly
     their size, and none is sent for nothing. An interval may reach past the nearest neighbour, and may be empty. The
-    result keeps the order of dims in memory (channels_last stays channels_last).
+    result has its dims in memory in `order`, outermost first, or as `local` has them (channels_last stays
+    channels_last); give it where it must be the same on all ranks, for a band of one row or none has no order.
 
     Example: extents (3, 3) and wanted (Interval(0, 4), Interval(2, 6)) give each rank its rows and one row of halo.
 
@@ -33,7 +39,7 @@ def fetch_rows(
     _check(local, dim, extents, wanted, ranks)
     own = extents.interval(ranks.rank)
     mine = wanted[ranks.rank]
-    out = empty_rows(local, dim, len(mine))
+    out = empty_rows(local, dim, len(mine), order)
     arrivals = begin_fetch(local, dim, extents, wanted, ranks, into=out)
     kept = own.intersect(mine)
     _rows(out, dim, kept, mine.start).copy_(_rows(local, dim, kept, own.start))
@@ -88,15 +94,16 @@ def begin_fetch(
     return Arrivals(exchange, [(rows, place) for _, rows, place in parts])
 
 
-def empty_rows(like: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    """An unfilled tensor shaped as `like` with another number of rows, dims in the same order in memory."""
+def empty_rows(like: torch.Tensor, dim: int, rows: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """An unfilled tensor shaped as `like` with another number of rows; dims in memory in `order`, or as in `like`."""
     shape = list(like.shape)
     shape[dim] = rows
-    if like.is_contiguous():
-        return like.new_empty(shape)
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: -strides[d])
-    return torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
+    if order is None:
+        if like.is_contiguous():
+            return like.new_empty(shape)
+        strides = like.stride()
+        order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    return torch.empty_permuted(shape, list(order), dtype=like.dtype, device=like.device)
 
 
 def deliver_rows(

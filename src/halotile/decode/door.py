@@ -15,6 +15,9 @@ ROWS_DIM = -2
 """Height, in `B C H W` and in `B C F H W`."""
 
 
+_FIELDS = ("sample", "latent", "latents", "latent_dist")
+
+
 @dataclass(frozen=True)
 class Undelivered:
     """What a rank gets of a result that went to another one: every field that diffusers' outputs have is None."""
@@ -66,6 +69,9 @@ def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     if is_dataclass(output) and not isinstance(output, type):
         return replace(output, **{f.name: map_tensors(getattr(output, f.name), change) for f in fields(output)})
+    if isinstance(output, dict):
+        changed_items = {key: map_tensors(part, change) for key, part in output.items()}
+        return type(output)(changed_items)
     parameters = getattr(output, "parameters", None)
     if isinstance(parameters, torch.Tensor):
         # a posterior: the rest of it follows from its parameters
@@ -97,7 +103,9 @@ def tensor_of(output: Any) -> torch.Tensor | None:
         return None
     if isinstance(output, (tuple, list)) and output:
         return tensor_of(output[0])
-    for name in ("sample", "latent", "latents", "latent_dist"):
+    if isinstance(output, dict):
+        return tensor_of(next((output[name] for name in _FIELDS if name in output), next(iter(output.values()), ())))
+    for name in _FIELDS:
         found = getattr(output, name, None)
         if isinstance(found, torch.Tensor):
             return found

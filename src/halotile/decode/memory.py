@@ -93,6 +93,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._see(part, args)
 
     def _see(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+        if tensor.is_meta:
+            # shapes and strides without memory
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or _among(key, args):

@@ -82,7 +82,10 @@ def run_call(
         if output is None:
             output = (None,) if kwargs.get("return_dict") is False else Undelivered()
         else:
-            output = map_tensors(output, lambda result: result.to(tensor.dtype))
+            # indices and masks stay what they are
+            output = map_tensors(
+                output, lambda result: result.to(tensor.dtype) if result.is_floating_point() else result
+            )
             if options.deliver == "sharded" and extents is None:
                 output, extents = _own_rows(output, dim, ranks)
     traffic = ranks.counters.since(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +13,13 @@ from torch import nn
 from halotile.comm import Ranks
 from halotile.decode.door import map_tensors
 from halotile.decode.options import Options
-from halotile.errors import PlanError
+from halotile.errors import PlanError, UnsupportedError
 from halotile.families import Half, family_of
 from halotile.geometry import Extents, Interval
 from halotile.spatial import Ledger, SpatialSpec, SpatialTensor
 from halotile.spatial.mode import SpatialMode, Watch
 from halotile.spatial.move import fetch
+from halotile.spatial.rules.statistics import unwatched
 from halotile.spatial.tensor import copied_strides
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
@@ -65,7 +67,10 @@ def run_sharded(
     with _nothing_kept(vae), SpatialMode(ledger, watch):
         rows = spec.take(x.detach(), spec.dim, ledger.ranks.rank).clone()
         output = work(SpatialTensor(rows, spec, ledger, None, copied_strides(x)))
-        return _deliver(output, spec.dim - x.dim(), ledger.ranks, options)
+        _check_output(vae, output)
+        delivered = _deliver(output, spec.dim - x.dim(), ledger.ranks, options)
+    ledger.closed = True
+    return delivered
 
 
 def _ratio(vae: Any) -> int:
@@ -81,6 +86,17 @@ def _ratio(vae: Any) -> int:
     return own if type(own) is int and own > 0 else 1
 
 
+def _check_output(vae: Any, output: Any) -> None:
+    """Raise UnsupportedError, on every rank, for an output in which sharded tensors would stay."""
+    with unwatched():
+        plain = map_tensors(output, lambda result: torch.empty(tuple(result.shape), dtype=result.dtype, device="meta"))
+    if _holds_sharded(plain) or any(_holds_sharded(value) for value in getattr(plain, "__dict__", {}).values()):
+        raise UnsupportedError(
+            f"{type(vae).__name__} returned a {type(output).__name__}, in which halotile cannot put whole tensors in "
+            "place of sharded ones; return a tensor, a tuple, a list, a dict or a dataclass of them"
+        )
+
+
 def _deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any, tuple[int, ...] | None]:
     """Plain tensors in place of the sharded ones, where they are to be."""
     extents: list[tuple[int, ...]] = []
@@ -89,7 +105,8 @@ def _deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any
     def plain(result: torch.Tensor) -> torch.Tensor:
         if options.deliver == "sharded":
             local, rows = _own_rows(result, dim, ranks)
-            extents.append(rows.sizes)
+            if rows is not None:
+                extents.append(rows.sizes)
             return local
         if not isinstance(result, SpatialTensor):
             return result
@@ -109,9 +126,12 @@ def _deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any
     return map_tensors(output, lambda _: next(delivered)), extents[0] if extents else None
 
 
-def _own_rows(result: torch.Tensor, dim: int, ranks: Ranks) -> tuple[torch.Tensor, Extents]:
+def _own_rows(result: torch.Tensor, dim: int, ranks: Ranks) -> tuple[torch.Tensor, Extents | None]:
     """This rank's rows of a result along `dim`, and the rows of all."""
     at = result.dim() + dim
+    if at < 0:
+        # a statistic, a loss: it has no rows, so every rank gets it whole
+        return (result.full() if isinstance(result, SpatialTensor) else result), None
     if isinstance(result, SpatialTensor):
         if result.spec.dim == at and result.spec.blocks == 1:
             return result.local, result.spec.extents
@@ -144,7 +164,12 @@ def _own(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict) else None
+    """What is in a container, those in it included."""
+    if isinstance(value, (list, tuple, deque)):
+        return [(part, _copied(part)) for part in value]
+    if isinstance(value, dict):
+        return {key: (part, _copied(part)) for key, part in value.items()}
+    return None
 
 
 def _put_back(owner: Any, name: str, values: dict[str, tuple[Any, Any]]) -> None:
@@ -152,17 +177,28 @@ def _put_back(owner: Any, name: str, values: dict[str, tuple[Any, Any]]) -> None
         delattr(owner, name)
         return
     value, contents = values[name]
-    if isinstance(value, list):
-        value[:] = contents
-    elif isinstance(value, dict) and contents is not None:
+    setattr(owner, name, _refilled(value, contents))
+
+
+def _refilled(value: Any, contents: Any) -> Any:
+    """A container with what was in it."""
+    if isinstance(value, (list, deque)):
+        parts = [_refilled(*part) for part in contents]
         value.clear()
-        value.update(contents)
-    setattr(owner, name, value)
+        value.extend(parts)
+    elif isinstance(value, tuple):
+        for part in contents:
+            _refilled(*part)
+    elif isinstance(value, dict):
+        items = {key: _refilled(*part) for key, part in contents.items()}
+        value.clear()
+        value.update(items)
+    return value
 
 
 def _holds_sharded(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, deque)):
         return any(_holds_sharded(part) for part in value)
-    if type(value) is dict:
+    if isinstance(value, dict):
         return any(_holds_sharded(part) for part in value.values())
     return isinstance(value, SpatialTensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,21 @@ def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{op} takes functions of tensors, which torch compiles; that cannot be done with sharded rows"
         )
     ledger = ledger_of(args, kwargs)
-    if ledger.unmade and op._schema.is_mutable:
-        values = bind(op, args, kwargs)
-        for target in (values[position] for position in written(op)):
+    if ledger.closed:
+        raise UnsupportedError(
+            f"{op} got a sharded tensor of a call that is over: the model kept it where halotile did not find it (a "
+            "cache of a function, an object of its own), and ranks no longer work together; clear it between calls"
+        )
+    if ledger.stale:
+        refuse_stale(ledger, op, bind(op, args, kwargs))
+    if op._schema.is_mutable and (ledger.unmade or ledger.copies):
+        for target in _targets(op, bind(op, args, kwargs)):
             if isinstance(target, SpatialTensor):
-                ledger.settle(target.local.untyped_storage())
+                memory = target.local.untyped_storage()
+                if memory in ledger.copies:
+                    raise lost_write(op)
+                ledger.settle(memory)
+                ledger.outdate(memory)
     outer, ledger.inside = ledger.inside, True
     try:
         rule = RULES.get(op)
@@ -45,19 +56,47 @@ def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ledger.inside = outer
 
 
+def lost_write(op: Op) -> UnsupportedError:
+    """The error for a write into a copy that stands for a view."""
+    return UnsupportedError(
+        f"{op} writes into a view of a sharded tensor that had to be copied, so what is written would not reach the "
+        "tensor; write to the tensor itself, by a slice that keeps the sharded dim"
+    )
+
+
+def refuse_stale(ledger: Any, op: Op, values: Sequence[Any]) -> None:
+    """Raise UnsupportedError, on every rank, when an argument is a copy of what has been written to since."""
+    flat = [part for value in values for part in (value if isinstance(value, (list, tuple)) else (value,))]
+    for part in flat:
+        if isinstance(part, torch.Tensor):
+            plain = part.local if isinstance(part, SpatialTensor) else part
+            if plain.untyped_storage() in ledger.stale:
+                raise UnsupportedError(
+                    f"{op} uses a view of a sharded tensor that had to be copied, after the tensor was written to; the "
+                    "view would show what was written, the copy does not. Take the view after the write"
+                )
+
+
+def _targets(op: Op, values: Sequence[Any]) -> list[Any]:
+    """What `op` writes to, those in lists one by one."""
+    found = [values[position] for position in written(op)]
+    return [part for value in found for part in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
 def gathered(op: Op, values: tuple[Any, ...]) -> Any:
     """The last resort: whole tensors on every rank, and what was written goes back to its rows."""
     name = str(op)
     whole = [_whole(value, name) for value in values]
     result = run(op, *whole)
-    for position in written(op):
-        target = values[position]
+    for target, written_to in zip(_targets(op, values), _targets(op, whole), strict=True):
         if isinstance(target, SpatialTensor):
+            if written_to.shape != target.shape:
+                raise UnsupportedError(f"{name} changes the shape of a sharded tensor in place; use its result instead")
             spec = target.spec
-            assert whole[position].shape == target.shape, f"{name} changed the shape of what it writes to"
-            target.local.copy_(spec.take(whole[position], spec.dim, target.ranks.rank))
+            target.local.copy_(spec.take(written_to, spec.dim, target.ranks.rank))
     if is_view(op):
-        _ledger(values).keep_view(result)
+        original = next(value for value in values if isinstance(value, SpatialTensor))
+        original.ledger.keep_view(result, original.local)
     if not op._schema.is_mutable:
         return result
     # in-place operations return their argument

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
@@ -34,8 +35,12 @@ class Ledger:
         """whether an operation on sharded tensors is under way: what it makes for itself is plain"""
         self.layouts: dict[tuple[int, int, int], Extents] = _LatestLast()
         """(dims, dim, size) -> how such a tensor was last sharded; for buffers that are made to hold one"""
-        self.copies: WeakSet[torch.UntypedStorage] = WeakSet()
-        """memory of gathered copies that stand for views"""
+        self.copies: WeakKeyDictionary[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]] = WeakKeyDictionary()
+        """memory of copies that stand for views -> that of what they should be views of"""
+        self.stale: WeakSet[torch.UntypedStorage] = WeakSet()
+        """memory of copies whose original has been written to since"""
+        self.closed = False
+        """whether the call is over: then the ranks no longer run the same operations"""
 
     def gathered(self, operation: str, why: str = "has no rule for sharded rows") -> None:
         """Count one gather. Raises UnsupportedError under `strict`."""
@@ -46,10 +51,17 @@ class Ledger:
             )
         self.gathers[operation] += 1
 
-    def keep_view(self, result: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Remember that `result`, which was gathered, stands for a view: what is written to it would be lost."""
+    def keep_view(self, result: torch.Tensor | Sequence[torch.Tensor], original: torch.Tensor) -> None:
+        """Remember that `result` is a copy that stands for a view of `original`, a rank's rows.
+
+        What is written to it would be lost, and what is written to the original would not be seen in it.
+        """
         for part in [result] if isinstance(result, torch.Tensor) else result:
-            self.copies.add(part.untyped_storage())
+            self.copies[part.untyped_storage()] = weakref.ref(original.untyped_storage())
+
+    def outdate(self, written: torch.UntypedStorage) -> None:
+        """`written` is about to be written to: copies of it that stand for views are not to be used any more."""
+        self.stale.update(copy for copy, original in list(self.copies.items()) if original() is written)
 
     def spec_for(self, size: Sequence[int]) -> SpatialSpec | None:
         """How the last tensor like one of `size` was sharded; None when there was none, or for fewer than 3 dims."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halotile.errors import UnsupportedError
+from halotile.spatial.dispatch import lost_write, refuse_stale
 from halotile.spatial.ledger import Ledger
 from halotile.spatial.registry import Op, bind, run, written
 from halotile.spatial.rules.factories import dense_order, dense_strides, local_size
@@ -23,7 +23,7 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     A plain factory whose size is one that a sharded tensor had makes a sharded tensor, so that
     `buffer = torch.zeros(x.shape); buffer[:, :, 2:] = rows` needs no gather. Its values are those of the plain tensor,
-    random ones too: a wrong guess costs time, never the result.
+    random ones too: a wrong guess costs time, not the result (but such a buffer cannot leave torch: `.numpy()` raises).
 
     A write into a copy that stands for a view (an operation that shares memory, and had no rule) would be lost:
     it raises UnsupportedError.
@@ -57,8 +57,11 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = factory(ledger, func, *bind(func, args, kwargs or {}))
                 if result is not NotImplemented:
                     return result
-        elif ledger.copies and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            _refuse_lost_write(ledger, func, args, kwargs or {})
+        elif ledger.copies and not ledger.inside and isinstance(func, torch._ops.OpOverload):
+            if ledger.stale:
+                refuse_stale(ledger, func, bind(func, args, kwargs or {}))
+            if func._schema.is_mutable:
+                _refuse_lost_write(ledger, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if self.watch is not None:
             self.watch(result, args)
@@ -121,8 +124,4 @@ def _refuse_lost_write(ledger: Ledger, op: Op, args: tuple[Any, ...], kwargs: di
     for position in written(op):
         targets = values[position] if isinstance(values[position], (list, tuple)) else [values[position]]
         if any(isinstance(target, torch.Tensor) and target.untyped_storage() in ledger.copies for target in targets):
-            raise UnsupportedError(
-                f"{op} writes into a view of a sharded tensor that had to be gathered, so it is a copy on every rank "
-                "and what is written would not reach the tensor; write to the tensor itself, by a slice that keeps "
-                "the sharded dim"
-            )
+            raise lost_write(op)

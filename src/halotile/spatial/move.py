@@ -15,11 +15,16 @@ from halotile.spatial.tensor import SpatialTensor
 def fetch(x: SpatialTensor, wanted: Sequence[Interval]) -> torch.Tensor:
     """This rank's wanted rows of `x`; with several blocks, of each block. See `comm.fetch_rows`."""
     spec = x.spec
+    # by the global strides: the local ones of a band of one row say nothing, and ranks would part ways
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
     if spec.blocks == 1:
-        return fetch_rows(x.local, spec.dim, spec.extents, wanted, x.ranks)
+        return fetch_rows(x.local, spec.dim, spec.extents, wanted, x.ranks, order)
     rows = spec.extents.sizes[x.ranks.rank]
     split = torch.unflatten(x.local, spec.dim, (spec.blocks, rows))
-    return fetch_rows(split, spec.dim + 1, spec.extents, wanted, x.ranks).flatten(spec.dim, spec.dim + 1)
+    order = [d + (d > spec.dim) for d in order]
+    order.insert(order.index(spec.dim) + 1, spec.dim + 1)
+    return fetch_rows(split, spec.dim + 1, spec.extents, wanted, x.ranks, order).flatten(spec.dim, spec.dim + 1)
 
 
 def whole(x: SpatialTensor) -> torch.Tensor:

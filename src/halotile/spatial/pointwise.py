@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halotile.spatial.move import gather, redistribute, resharded, sole_owner
+from halotile.spatial.move import even_spec, gather, redistribute, resharded, sole_owner, whole
 from halotile.spatial.registry import Op, run, written
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
@@ -26,8 +26,10 @@ def pointwise(op: Op, *values: Any) -> Any:
             return NotImplemented if len(targets) > 1 else _into_plain(op, values)
         ndim, spec = target.dim(), target.spec
     else:
-        ndim = max(value.dim() for value in values if isinstance(value, torch.Tensor))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        ndim = max(tensor.dim() for tensor in tensors)
         spec = leading_spec([value for value in values if isinstance(value, SpatialTensor)], ndim)
+        spec = _broadcast(spec, tensors, ndim)
     like = next(value for value in values if isinstance(value, SpatialTensor))
     result = run(op, *(rows_for(value, ndim, spec, str(op), like) for value in values))
     if targets:
@@ -43,6 +45,15 @@ def leading_spec(tensors: Sequence[SpatialTensor], ndim: int) -> SpatialSpec:
     return first.spec.at(first.spec.dim + ndim - first.dim())
 
 
+def _broadcast(spec: SpatialSpec, tensors: Sequence[torch.Tensor], ndim: int) -> SpatialSpec:
+    """Where the result is sharded; a single row that plain tensors repeat is dealt evenly over what it becomes."""
+    if spec.size != 1:
+        return spec
+    sizes = [t.shape[spec.dim - ndim + t.dim()] for t in tensors if t.dim() >= ndim - spec.dim]
+    size = max(sizes) if 0 not in sizes else 0
+    return spec if size == 1 else even_spec(spec.dim, size, spec.extents.ranks)
+
+
 def rows_for(value: Any, ndim: int, spec: SpatialSpec, operation: str, like: SpatialTensor) -> Any:
     """This rank's rows of an argument that is broadcast to `ndim` dims, of which `spec` is sharded."""
     if not isinstance(value, torch.Tensor):
@@ -51,6 +62,9 @@ def rows_for(value: Any, ndim: int, spec: SpatialSpec, operation: str, like: Spa
     if isinstance(value, SpatialTensor):
         if value.spec.dim == dim and value.spec.blocks == spec.blocks and value.spec.size == spec.size:
             return redistribute(value, spec.extents).local
+        if value.spec.dim == dim and value.spec.size == 1:
+            # one row, which all ranks repeat
+            return whole(value)
         if dim >= 0 and spec.blocks == 1 and spec.size == value.shape[dim] and sole_owner(value.spec) is not None:
             return redistribute(resharded(value, dim), spec.extents).local
         value = gather(value, operation)

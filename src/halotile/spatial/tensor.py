@@ -108,7 +108,7 @@ class SpatialTensor(torch.Tensor):
         if self._local is None:
             assert self.lazy is not None
             made = self.lazy.make()
-            self._local, self.lazy = made if min(self.spec.extents.sizes) > 1 else made.contiguous(), None
+            self._local, self.lazy = made, None
             self.ledger.unmade.pop(id(self), None)
             assert self._local.shape[self.spec.dim] == self.spec.local_size(self.ranks.rank)
         return self._local
@@ -148,6 +148,10 @@ class SpatialTensor(torch.Tensor):
 
         return dispatch(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpatialTensor:
+        """A copy of the rows, of the same ledger."""
+        return self.like(self.local.clone(), None, copied_strides(self))
+
     def __setitem__(self, index: Any, value: Any) -> None:
         from halotile.spatial.rules.indexing import set_item
 
@@ -163,8 +167,14 @@ class SpatialTensor(torch.Tensor):
 
 def copied_strides(tensor: torch.Tensor, memory_format: torch.memory_format | None = None) -> tuple[int, ...]:
     """The global strides of a copy of `tensor`, as torch makes it: dense, with the same order of dims by default."""
-    stand_in = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-    return torch.empty_like(stand_in, memory_format=memory_format or torch.preserve_format).stride()
+    return _copied_strides(tuple(tensor.shape), tensor.stride(), memory_format or torch.preserve_format)
+
+
+@lru_cache(maxsize=8192)
+def _copied_strides(
+    shape: tuple[int, ...], stride: tuple[int, ...], memory_format: torch.memory_format
+) -> tuple[int, ...]:
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta"), memory_format=memory_format).stride()
 
 
 def _planned(dim: int, total: int, ranks: Ranks, extents: Extents | None) -> SpatialSpec:

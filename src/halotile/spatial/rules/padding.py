@@ -132,7 +132,12 @@ def border_pad(op: Op, x: SpatialTensor, pad: Sequence[int]) -> Any:
 def _lazy(padding: Padding) -> SpatialTensor:
     base = padding.base
     shape = [size + sum(pair) for size, pair in zip(base.shape, padding.pads, strict=True)]
-    return SpatialTensor(padding, base.spec.with_extents(padding.extents), base.ledger, shape)
+    # torch's padding is contiguous, or channels_last, whatever it is padding of
+    strides = None
+    if padding.mode == "constant":
+        stand_in = torch.empty_strided(base.shape, base.stride(), device="meta")
+        strides = F.pad(stand_in, _flat(padding.pads)).stride()
+    return SpatialTensor(padding, base.spec.with_extents(padding.extents), base.ledger, shape, strides)
 
 
 def _padded(extents: Extents, before: int, after: int) -> Extents:

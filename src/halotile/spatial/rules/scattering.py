@@ -18,6 +18,7 @@ aten = torch.ops.aten
 rule(
     aten.copy_.default,
     aten.copy.default,
+    aten._prelu_kernel.default,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
     aten.fill.Scalar,

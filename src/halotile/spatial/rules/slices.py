@@ -29,7 +29,9 @@ def slice_(op: Op, x: SpatialTensor, dim: int, start: int | None, end: int | Non
         blocks = _whole_blocks(x, first, stop, step)
         if blocks is not None:
             return blocks
-        x = one_block(x)
+        original, x = x.local, one_block(x)
+        x.ledger.keep_view(x.local, original)
+        strides = [stride * step if d == dim else stride for d, stride in enumerate(x.stride())]
     begin, rows = zip(*(_inside(own, first, stop, step) for own in x.spec.extents.intervals), strict=True)
     me = x.ranks.rank
     local = run(op, x.local, dim, begin[me], begin[me] + (rows[me] - 1) * step + 1, step) if rows[me] else None
@@ -47,7 +49,7 @@ def select(op: Op, x: SpatialTensor, dim: int, index: int) -> Any:
         raise IndexError(f"index {index} is out of range for a dim of size {spec.size}")
     block, row = divmod(index % spec.size, spec.extents.total)
     result = fetch(x, [Interval(row, row + 1)] * x.ranks.size).select(dim, block)
-    x.ledger.keep_view(result)
+    x.ledger.keep_view(result, x.local)
     return result
 
 

@@ -50,3 +50,9 @@ def _empty(op: Op, x: SpatialTensor, how: Any) -> torch.Tensor:
     if op is aten._safe_softmax.default:
         return torch.empty_like(x.local, dtype=how)
     return torch.empty_like(x.local, dtype=torch.float32 if how else None)
+
+
+@rule(aten.glu.default)
+def gated(op: Op, x: SpatialTensor, dim: int) -> Any:
+    """One half of a dim that is not sharded, gated by the other."""
+    return NotImplemented if dim % x.dim() == x.spec.dim else x.like(op(x.local, dim))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd, prod
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from halotile.geometry import Extents
 from halotile.spatial.move import redistribute
-from halotile.spatial.registry import Op, is_view, rule, run
+from halotile.spatial.registry import Op, rule, run
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
 
@@ -26,11 +27,15 @@ def view(op: Op, x: SpatialTensor, size: Sequence[int], *_: Any) -> Any:
     if found is None:
         return NotImplemented
     spec, quantum = found
-    strides = _viewed_strides(x, shape) if quantum == 1 else None
-    x = redistribute(x, _multiples(x.spec.extents, quantum))
-    result = x.like(x.local.reshape(_local_shape(shape, spec, x)), spec, strides)
-    if quantum > 1 and is_view(op):
-        x.ledger.keep_view(result.local)
+    strides = _viewed_strides(tuple(x.shape), x.stride(), tuple(shape)) if quantum == 1 else None
+    dealt = redistribute(x, _multiples(x.spec.extents, quantum))
+    local = dealt.local.reshape(_local_shape(shape, spec, x))
+    if strides is None and local.untyped_storage() is x.local.untyped_storage():
+        # the band can be viewed like that, the whole cannot: then torch makes a copy
+        local = local.clone()
+    result = x.like(local, spec, strides)
+    if quantum > 1 and op is aten.view.default:
+        x.ledger.keep_view(result.local, x.local)
     return result
 
 
@@ -136,10 +141,11 @@ def unfold(op: Op, x: SpatialTensor, dim: int, size: int, step: int) -> Any:
     return x.like(run(op, x.local, dim, size, step), None, [*strides, x.stride(dim)])
 
 
-def _viewed_strides(x: SpatialTensor, shape: Sequence[int]) -> Sequence[int] | None:
+@lru_cache(maxsize=8192)
+def _viewed_strides(shape: tuple[int, ...], stride: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...] | None:
     """The global strides of a view; None where there is none, and the result is a copy."""
     try:
-        return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+        return torch.empty_strided(shape, stride, device="meta").view(new).stride()
     except RuntimeError:
         return None
 
