@@ -21,21 +21,8 @@ def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{op} takes functions of tensors, which torch compiles; that cannot be done with sharded rows"
         )
     ledger = ledger_of(args, kwargs)
-    if ledger.closed:
-        raise UnsupportedError(
-            f"{op} got a sharded tensor of a call that is over: the model kept it where halotile did not find it (a "
-            "cache of a function, an object of its own), and ranks no longer work together; clear it between calls"
-        )
-    if ledger.stale:
-        refuse_stale(ledger, op, bind(op, args, kwargs))
-    if op._schema.is_mutable and (ledger.unmade or ledger.copies):
-        for target in _targets(op, bind(op, args, kwargs)):
-            if isinstance(target, SpatialTensor):
-                memory = target.local.untyped_storage()
-                if memory in ledger.copies:
-                    raise lost_write(op)
-                ledger.settle(memory)
-                ledger.outdate(memory)
+    if ledger.closed or ledger.stale or (op._schema.is_mutable and (ledger.unmade or ledger.copies)):
+        _look_after_memory(ledger, op, bind(op, args, kwargs))
     outer, ledger.inside = ledger.inside, True
     try:
         rule = RULES.get(op)
@@ -67,20 +54,40 @@ def lost_write(op: Op) -> UnsupportedError:
 def refuse_stale(ledger: Any, op: Op, values: Sequence[Any]) -> None:
     """Raise UnsupportedError, on every rank, when an argument is a copy of what has been written to since."""
     flat = [part for value in values for part in (value if isinstance(value, (list, tuple)) else (value,))]
-    for part in flat:
-        if isinstance(part, torch.Tensor):
-            plain = part.local if isinstance(part, SpatialTensor) else part
-            if plain.untyped_storage() in ledger.stale:
-                raise UnsupportedError(
-                    f"{op} uses a view of a sharded tensor that had to be copied, after the tensor was written to; the "
-                    "view would show what was written, the copy does not. Take the view after the write"
-                )
+    for value in flat:
+        part = value
+        if isinstance(value, SpatialTensor):
+            # not its rows, where they are yet to be made: that may take messages, and not every rank comes here
+            part = value.local if value.lazy is None else value.lazy.like
+        if isinstance(part, torch.Tensor) and part.untyped_storage() in ledger.stale:
+            raise UnsupportedError(
+                f"{op} uses a view of a sharded tensor that had to be copied, after the tensor was written to; the view "
+                "would show what was written, the copy does not. Take the view after the write"
+            )
 
 
 def _targets(op: Op, values: Sequence[Any]) -> list[Any]:
     """What `op` writes to, those in lists one by one."""
     found = [values[position] for position in written(op)]
     return [part for value in found for part in (value if isinstance(value, (list, tuple)) else (value,))]
+
+
+def _look_after_memory(ledger: Any, op: Op, values: tuple[Any, ...]) -> None:
+    """Refuse what would use or write the wrong memory; keep what is yet to be made from what is written to."""
+    if ledger.closed:
+        raise UnsupportedError(
+            f"{op} got a sharded tensor of a call that is over: the model kept it where halotile did not find it (a "
+            "cache of a function, an object of its own), and ranks no longer work together; clear it between calls"
+        )
+    if ledger.stale:
+        refuse_stale(ledger, op, values)
+    for target in _targets(op, values):
+        if isinstance(target, SpatialTensor) and target.lazy is None:
+            memory = target.local.untyped_storage()
+            if memory in ledger.copies:
+                raise lost_write(op)
+            ledger.settle(memory)
+            ledger.outdate(memory)
 
 
 def gathered(op: Op, values: tuple[Any, ...]) -> Any:
