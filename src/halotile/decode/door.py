@@ -103,8 +103,6 @@ def tensor_of(output: Any) -> torch.Tensor | None:
         return None
     if isinstance(output, (tuple, list)) and output:
         return tensor_of(output[0])
-    if isinstance(output, dict):
-        return tensor_of(next((output[name] for name in _FIELDS if name in output), next(iter(output.values()), ())))
     for name in _FIELDS:
         found = getattr(output, name, None)
         if isinstance(found, torch.Tensor):
@@ -113,4 +111,7 @@ def tensor_of(output: Any) -> torch.Tensor | None:
             mode = found.mode()
             assert isinstance(mode, torch.Tensor)
             return mode
+    if isinstance(output, dict) and output:
+        # after the fields: the outputs of diffusers are dicts as well
+        return tensor_of(next((output[name] for name in _FIELDS if name in output), next(iter(output.values()))))
     raise UnsupportedError(f"cannot find a tensor in a result of type {type(output).__name__}")

@@ -61,8 +61,8 @@ def refuse_stale(ledger: Any, op: Op, values: Sequence[Any]) -> None:
             part = value.local if value.lazy is None else value.lazy.like
         if isinstance(part, torch.Tensor) and part.untyped_storage() in ledger.stale:
             raise UnsupportedError(
-                f"{op} uses a view of a sharded tensor that had to be copied, after the tensor was written to; the view "
-                "would show what was written, the copy does not. Take the view after the write"
+                f"{op} uses a view of a sharded tensor that had to be copied, after the tensor was written to; the "
+                "view would show what was written, the copy does not. Take the view after the write"
             )
 
 
