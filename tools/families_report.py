@@ -43,7 +43,8 @@ ROUNDS = {
     "GroupNorm": "sums over rows are merged across ranks, in another order than one rank's",
     "Norm, over channels": "a sum over channels takes the columns that the vector width leaves over in another order, "
     "and a band has others than the whole; bitwise equal at widths that the vector width divides",
-    "Conv or Linear": "where one rank's kernel is a matrix product over all rows, it rounds by their number",
+    "Conv or Linear": "the kernel rounds a band in another way than the whole, at these small sizes; "
+    "not looked into further",
     "between modules": "an operation that is no module: an attention, a mean over channels",
 }
 """what rounds -> why its result may differ in the last bits"""

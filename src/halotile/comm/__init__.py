@@ -3,7 +3,7 @@
 from halotile.comm.agreement import Call, Phase
 from halotile.comm.pieces import Delivery, Piece
 from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
-from halotile.comm.rows import Arrivals, Deliver, begin_fetch, deliver_rows, empty_rows, fetch_rows
+from halotile.comm.rows import Arrivals, Deliver, begin_fetch, deliver_rows, empty_rows, fetch_rows, receiving
 from halotile.comm.torch_group import TorchTransport
 from halotile.comm.transport import Board, Counters, Exchange, LinkError, Message, Transport
 from halotile.comm.virtual import VirtualGroup, VirtualTransport, run_virtual
@@ -30,5 +30,6 @@ __all__ = [
     "deliver_rows",
     "empty_rows",
     "fetch_rows",
+    "receiving",
     "run_virtual",
 ]

@@ -23,6 +23,7 @@ def fetch_rows(
     wanted: Sequence[Interval],
     ranks: Ranks,
     order: Sequence[int] | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The rows of a sharded tensor that this rank wants, wherever they are.
 
@@ -30,7 +31,8 @@ def fetch_rows(
     global rows that it wants, so that every rank knows every message: they match with no negotiation, have exactly
     their size, and none is sent for nothing. An interval may reach past the nearest neighbour, and may be empty. The
     result has its dims in memory in `order`, outermost first, or as `local` has them (channels_last stays
-    channels_last); give it where it must be the same on all ranks, for a band of one row or none has no order.
+    channels_last); give it where it must be the same on all ranks, for a band of one row or none has no order. With
+    `into`, the rows go there.
 
     Example: extents (3, 3) and wanted (Interval(0, 4), Interval(2, 6)) give each rank its rows and one row of halo.
 
@@ -39,7 +41,7 @@ def fetch_rows(
     _check(local, dim, extents, wanted, ranks)
     own = extents.interval(ranks.rank)
     mine = wanted[ranks.rank]
-    out = empty_rows(local, dim, len(mine), order)
+    out = empty_rows(local, dim, len(mine), order) if into is None else into
     arrivals = begin_fetch(local, dim, extents, wanted, ranks, into=out)
     kept = own.intersect(mine)
     _rows(out, dim, kept, mine.start).copy_(_rows(local, dim, kept, own.start))
@@ -116,10 +118,14 @@ def deliver_rows(
     ranks.check(driver, "driver")
     if deliver == "sharded":
         return local
-    whole, nothing = Interval(0, extents.total), Interval(0, 0)
-    wanted = [whole if deliver == "all" or rank == driver else nothing for rank in range(ranks.size)]
-    out = fetch_rows(local, dim, extents, wanted, ranks)
+    out = fetch_rows(local, dim, extents, receiving(extents, deliver, driver), ranks)
     return out if deliver == "all" or ranks.rank == driver else None
+
+
+def receiving(extents: Extents, deliver: Deliver, driver: int) -> list[Interval]:
+    """What each rank wants of a result that goes whole to `all`, or to the `driver` alone."""
+    whole, nothing = Interval(0, extents.total), Interval(0, 0)
+    return [whole if deliver == "all" or rank == driver else nothing for rank in range(extents.ranks)]
 
 
 def _rows(tensor: torch.Tensor, dim: int, rows: Interval, first: int) -> torch.Tensor:

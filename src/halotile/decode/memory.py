@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halotile.spatial import SpatialTensor
+from halotile.spatial.watching import Watching
 
 
 class Meter:
@@ -53,26 +53,14 @@ class Meter:
             self.peak_bytes = self._watch.peak
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(Watching):
     """Follows storages: each that an operation makes counts once, until nothing refers to it any more."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live = 0
         self._known: dict[int, weakref.ref[Any]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap the method below, at a third of its cost
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # a compiled model stays compiled
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -44,7 +44,6 @@ class Options:
             )
         if self.dim is not None and type(self.dim) is not int:
             raise PlanError(f"dim={self.dim!r}: give the number of a spatial dim, such as -2, or None")
-
         if self.dim is not None and self.strategy != "shard" and self.deliver != "sharded":
             raise PlanError(
                 f"dim={self.dim} says which rows are dealt by strategy='shard', or left by deliver='sharded'; "

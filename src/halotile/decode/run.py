@@ -19,10 +19,9 @@ from halotile.decode.memory import Meter
 from halotile.decode.noise import Generators
 from halotile.decode.options import Options, Progress
 from halotile.decode.report import DecodeReport
-from halotile.decode.shard import deal_rows, rows_dim, run_sharded
+from halotile.decode.shard import deal_rows, deliver, rows_dim, run_sharded
 from halotile.errors import UnsupportedError
 from halotile.families import Half, family_of, temporal_note
-from halotile.geometry import Extents
 from halotile.spatial import Ledger, SpatialSpec
 
 
@@ -86,8 +85,8 @@ def run_call(
             output = map_tensors(
                 output, lambda result: result.to(tensor.dtype) if result.is_floating_point() else result
             )
-            if options.deliver == "sharded" and extents is None:
-                output, extents = _own_rows(output, dim, ranks)
+            if options.deliver == "sharded" and plan.spec is None:
+                output, extents = deliver(output, dim, ranks, options)
     traffic = ranks.counters.since(before)
     return output, DecodeReport(
         half=half,
@@ -208,19 +207,6 @@ def _wait_for_device(device: torch.device, call: Call) -> None:
     while not done.query():  # type: ignore[no-untyped-call]
         call.check()
         time.sleep(0.001)
-
-
-def _own_rows(output: Any, dim: int, ranks: Ranks) -> tuple[Any, tuple[int, ...]]:
-    """This rank's rows of a result that it has whole, and the rows of all."""
-    extents: list[Extents] = []
-
-    def cut(result: torch.Tensor) -> torch.Tensor:
-        extents.append(Extents.even(result.shape[dim], ranks.size))
-        rows = extents[-1].interval(ranks.rank)
-        return result.narrow(dim, rows.start, len(rows)).clone()
-
-    cut_output = map_tensors(output, cut)
-    return cut_output, extents[0].sizes
 
 
 def _loads(x: torch.Tensor, dim: int, plan: _Plan, receivers: Sequence[int], ranks: Ranks) -> tuple[int, ...]:

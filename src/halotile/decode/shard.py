@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from halotile.comm import Ranks
+from halotile.comm import Ranks, receiving
 from halotile.decode.door import map_tensors
 from halotile.decode.options import Options
 from halotile.errors import PlanError, UnsupportedError
 from halotile.families import Half, family_of
-from halotile.geometry import Extents, Interval
+from halotile.geometry import Extents
 from halotile.spatial import Ledger, SpatialSpec, SpatialTensor
 from halotile.spatial.mode import SpatialMode, Watch
 from halotile.spatial.move import fetch
-from halotile.spatial.rules.statistics import unwatched
 from halotile.spatial.tensor import copied_strides
+from halotile.spatial.watching import unwatched
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 
@@ -68,7 +68,7 @@ def run_sharded(
         rows = spec.take(x.detach(), spec.dim, ledger.ranks.rank).clone()
         output = work(SpatialTensor(rows, spec, ledger, None, copied_strides(x)))
         _check_output(vae, output)
-        delivered = _deliver(output, spec.dim - x.dim(), ledger.ranks, options)
+        delivered = deliver(output, spec.dim - x.dim(), ledger.ranks, options)
     ledger.closed = True
     return delivered
 
@@ -97,8 +97,8 @@ def _check_output(vae: Any, output: Any) -> None:
         )
 
 
-def _deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any, tuple[int, ...] | None]:
-    """Plain tensors in place of the sharded ones, where they are to be."""
+def deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any, tuple[int, ...] | None]:
+    """Plain tensors in place of the sharded ones, where they are to be; with `sharded`, this rank's rows of each."""
     extents: list[tuple[int, ...]] = []
     mine = options.deliver != "driver" or ranks.rank == options.driver
 
@@ -110,12 +110,7 @@ def _deliver(output: Any, dim: int, ranks: Ranks, options: Options) -> tuple[Any
             return local
         if not isinstance(result, SpatialTensor):
             return result
-        everything = Interval(0, result.spec.extents.total)
-        everyone = options.deliver == "all"
-        return fetch(
-            result,
-            [everything if everyone or rank == options.driver else Interval(0, 0) for rank in range(ranks.size)],
-        )
+        return fetch(result, receiving(result.spec.extents, options.deliver, options.driver))
 
     # ranks that are to have nothing send their rows all the same; what they make of them is no output
     parts: list[torch.Tensor] = []

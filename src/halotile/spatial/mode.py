@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halotile.spatial.dispatch import lost_write, refuse_stale
 from halotile.spatial.ledger import Ledger
 from halotile.spatial.registry import Op, bind, run, written
 from halotile.spatial.rules.factories import dense_order, dense_strides, local_size
 from halotile.spatial.tensor import SpatialTensor
+from halotile.spatial.watching import Watching
 
 aten = torch.ops.aten
 Watch = Callable[[Any, tuple[Any, ...]], None]
 
 
-class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SpatialMode(Watching):
     """Sees every operation of a decode on sharded tensors.
 
     A plain factory whose size is one that a sharded tensor had makes a sharded tensor, so that
@@ -29,23 +29,11 @@ class SpatialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     it raises UnsupportedError.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, ledger: Ledger, watch: Watch | None = None) -> None:
         """`watch` is shown the result and the arguments of every operation on plain tensors, the local ones too."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.watch = watch
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap the method below, at a third of its cost
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # what torch compiles inside of an operation of its own is not to be traced through here
-        return True
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SpatialTensor in types:

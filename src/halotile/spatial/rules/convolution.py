@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from halotile.comm import begin_fetch, empty_rows
+from halotile.comm import begin_fetch, empty_rows, fetch_rows
 from halotile.geometry import Extents, Interval, field_rows
 from halotile.spatial.move import resharded, sole_owner
 from halotile.spatial.registry import Op, rule
@@ -175,16 +175,7 @@ class _Window:
         buffer.narrow(dim, 0, top).zero_()
         buffer.narrow(dim, top + len(inside), len(mine) - top - len(inside)).zero_()
         body = buffer.narrow(dim, top, len(inside))
-        arrivals = begin_fetch(local, dim, base.spec.extents, existing, base.ranks, into=body)
-        kept = own.intersect(inside)
-        if len(kept):
-            body.narrow(dim, kept.start - inside.start, len(kept)).copy_(
-                local.narrow(dim, kept.start - own.start, len(kept))
-            )
-        for rows, part in arrivals.wait():
-            place = body.narrow(dim, rows.start - inside.start, len(rows))
-            if place.data_ptr() != part.data_ptr():
-                place.copy_(part)
+        fetch_rows(local, dim, base.spec.extents, existing, base.ranks, into=body)
         return base.like(call(buffer) if self.extents.sizes[me] else call.empty(local, dim), spec)
 
     @property

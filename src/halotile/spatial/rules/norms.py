@@ -9,8 +9,9 @@ import torch
 
 from halotile.spatial.pointwise import rows_for
 from halotile.spatial.registry import Op, rule, run
-from halotile.spatial.rules.statistics import merged_moments, unwatched
+from halotile.spatial.rules.statistics import merged_moments
 from halotile.spatial.tensor import SpatialTensor
+from halotile.spatial.watching import unwatched
 
 aten = torch.ops.aten
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from halotile.comm import Ranks
+from halotile.spatial.watching import unwatched
 
 # A piece and its float32 deviations stay in the level-2 cache of a CPU core. On a GPU it only bounds the copy.
 _CPU_PIECE = 1 << 17
@@ -34,11 +32,6 @@ def merged_moments(
         own = torch.stack(local_moments(local, dims))
         parts = torch.stack(ranks.transport.all_gather(own) if ranks.size > 1 else [own])
         return _chan(tuple(counts), parts[:, 0], parts[:, 1])
-
-
-def unwatched() -> AbstractContextManager[Any]:
-    """No dispatch mode sees the operations inside: for many small ones, whose memory is not worth counting."""
-    return _disable_current_modes()
 
 
 def local_moments(local: torch.Tensor, dims: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from math import gcd, prod
 from typing import Any
 
@@ -28,7 +27,7 @@ def view(op: Op, x: SpatialTensor, size: Sequence[int], *_: Any) -> Any:
         return NotImplemented
     spec, quantum = found
     strides = _viewed_strides(tuple(x.shape), x.stride(), tuple(shape)) if quantum == 1 else None
-    dealt = redistribute(x, _multiples(x.spec.extents, quantum))
+    dealt = redistribute(x, x.spec.extents.in_multiples_of(quantum))
     local = dealt.local.reshape(_local_shape(shape, spec, x))
     if strides is None and local.untyped_storage() is x.local.untyped_storage():
         # the band can be viewed like that, the whole cannot: then torch makes a copy
@@ -67,7 +66,7 @@ def viewed_spec(shape: Sequence[int], spec: SpatialSpec, new: Sequence[int]) -> 
     moves, quantum, blocks, _, dim = min(fitting)
     quantum = quantum if moves else 1
     inner = prod(new[dim + 1 :])
-    extents = _multiples(spec.extents, quantum)
+    extents = spec.extents.in_multiples_of(quantum)
     return SpatialSpec(dim, Extents(tuple(owned * behind // inner for owned in extents.sizes)), blocks), quantum
 
 
@@ -154,14 +153,6 @@ def _filled(size: Sequence[int], numel: int) -> list[int]:
     """`size` with its -1 worked out."""
     known = prod(n for n in size if n != -1)
     return [numel // known if n == -1 else n for n in size]
-
-
-def _multiples(extents: Extents, quantum: int) -> Extents:
-    """About the same extents, each a multiple of `quantum`; the total is one."""
-    if quantum == 1:
-        return extents
-    seams = [*(round(start / quantum) * quantum for start in extents.starts), extents.total]
-    return Extents(tuple(after - before for before, after in pairwise(seams)))
 
 
 def _local_shape(shape: Sequence[int], spec: SpatialSpec, x: SpatialTensor) -> list[int]:
