@@ -222,7 +222,11 @@ def _mixture(
 
 @lru_cache(maxsize=256)
 def _nearest_sources(exact: bool, rows: int, outputs: int, scale: float | None, double: bool) -> tuple[int, ...]:
-    """The input row of each output row: the kernel itself says it, since it rounds in float32 in a way of its own."""
+    """The input row of each output row: the kernel itself says it, since it rounds in float32 in a way of its own.
+
+    Of places that are whole numbers but for their rounding, torch's kernels for one and for more dims say different
+    things (2 rows to 121, exact: row 60); there the result may be the neighbouring row.
+    """
     op = aten._upsample_nearest_exact1d.default if exact else aten.upsample_nearest1d.default
     numbers = torch.arange(rows, dtype=torch.float64 if double else torch.float32).view(1, 1, rows)
     return tuple(int(row) for row in op(numbers, [outputs], scale).flatten().tolist())
