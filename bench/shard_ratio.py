@@ -7,7 +7,7 @@
 Every round times, one after the other and on an otherwise idle machine: the VAE's own decode in a process with one
 thread, the same in one with two, halotile over two ranks with one thread each (every rank gets the picture), and
 DistVAE over the same two. The processes live for all rounds and wait at a pipe while others work; ranks start at a
-barrier. The first round warms up and is left out; the order turns from round to round. Printed are the median, least
+barrier. The first rounds warm up (heaps grow until their gaps fit) and are left out; the order turns from round to round. Printed are the median, least
 and largest ratio of a round. A wall time of ranks is that of the slower one; their CPU seconds are those of both.
 """
 
@@ -30,6 +30,7 @@ from shard_cases import CASES
 import halotile
 
 RANKS = 2
+WARM_UPS = 3
 
 
 @dataclass
@@ -72,7 +73,7 @@ def main() -> None:
                     show_profile(title, players)
                     continue
                 contestants = ["one", "two", "halotile"] + ["distvae"] * (peer and refusals[-1] is None)
-                rounds = [play(players, contestants, number) for number in range(args.rounds + 1)]
+                rounds = [play(players, contestants, number) for number in range(args.rounds + WARM_UPS)]
                 show(title, rounds)
                 if refusals[-1] is not None:
                     print(f"  DistVAE refuses the class: {refusals[-1]}")
@@ -109,7 +110,7 @@ def play(players: Players, contestants: list[str], number: int) -> Round:
 
 def show(title: str, rounds: list[Round]) -> None:
     """Print the ratios of the rounds, and traffic and error from the one that warmed up."""
-    first, rounds = rounds[0], rounds[1:]
+    first, rounds = rounds[0], rounds[WARM_UPS:]
     refused = {name: took[0].refusal for name, took in first.items() if took[0].refusal is not None}
     present = [name for name in first if name not in refused]
     print(f"\n{title}; {len(rounds)} rounds, {RANKS} ranks with one thread each")

@@ -441,6 +441,7 @@ def test_verify_holds_a_sharded_decode_to_rounding(bench: Bench) -> None:
     # the latent's 16 rows of 12 cells
     assert cells["load a rank (latent cells)"] == "96 96"
     assert int(cells["bytes sent, all ranks"]) > 0
+    assert float(cells["peak of activations, this rank"].removesuffix(" MB")) > 0
 
 
 def test_a_sharded_encode_gives_the_latents_of_one_rank(bench: Bench, out: Path) -> None:

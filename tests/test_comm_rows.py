@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from test_comm_transports import KINDS, SIZES, on_members, on_ranks, traffic_of
 
 from halotile.comm import Counters, Ranks, deliver_rows, fetch_rows, run_virtual
+from halotile.decode.memory import Meter
 from halotile.errors import MembershipError, PlanError
 from halotile.geometry import Extents, Interval
 
@@ -130,6 +131,38 @@ def test_a_halo_reaches_beyond_the_nearest_neighbour(kind, sizes, messages):
     """S4: a band thinner than the kernel's reach."""
     traffic = on_ranks(kind, 4, _fetch, (2, sum(sizes), 3), 1, (sizes, halos(sizes, 3, 3)), (torch.bfloat16, "view"))
     assert [t.messages for t in traffic] == messages
+
+
+def _gather_large(ranks, sizes, layout):
+    shape = (2, 2, sum(sizes), 1 << 15)
+    whole = torch.arange(prod(shape), dtype=torch.float64).reshape(shape)
+    local = shard(whole, 2, Extents(sizes), ranks.rank, layout)
+    wanted = [Interval(0, sum(sizes))] * ranks.size
+    meter = Meter(local.device)
+    with meter:
+        out, traffic = traffic_of(ranks, lambda: fetch_rows(local, 2, Extents(sizes), wanted, ranks))
+    assert torch.equal(out, whole)
+    return (traffic.messages, traffic.bytes_sent), meter.peak_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_rows_land_in_their_places(kind):
+    """A rank's share of a result is in one piece only for each index of the dims before: four here."""
+    row = 4 * (1 << 15) * 8
+    told = [
+        on_ranks(kind, 3, _gather_large, (1, 1, 1), "plain"),
+        # with two ranks the landing buffer is half of the result, and one message is enough
+        on_ranks(kind, 2, _gather_large, (1, 1), "plain"),
+        # rank 0 lacks 1 of 3 rows, rank 1 lacks 2
+        on_ranks(kind, 2, _gather_large, (2, 1), "plain"),
+    ]
+    sent = [[(8, 2 * row)] * 3, [(1, row)] * 2, [(4, 2 * row), (1, row)]]
+    assert [[traffic for traffic, _ in ranks] for ranks in told] == sent
+    if kind == "gloo":  # the mailboxes of virtual ranks hold copies
+        peaks = [[3 * row] * 3, [3 * row] * 2, [4 * row, 3 * row]]
+        assert [[peak for _, peak in ranks] for ranks in told] == peaks, "more is made than the result"
+    # another order of dims than the result's: through buffers of their own, and the same messages
+    assert [traffic for traffic, _ in on_ranks(kind, 3, _gather_large, (1, 1, 1), "permuted")] == sent[0]
 
 
 @pytest.mark.parametrize("members", [(2, 3), (1, 3)])

@@ -163,3 +163,19 @@ def test_every_strategy_that_promises_it_reports_a_peak() -> None:
         peaks[strategy] = handle.report.peak_activation_bytes
     # at least the widest activation: 16 channels at full size
     assert all(peak >= 16 * 88 * 40 * 4 for peak in peaks.values())
+
+
+def _peak_of_a_kind(group, kind, deliver):
+    vae, z = tiny.build(kind), torch.cat([tiny.latent(kind)] * 2, -2)
+    with halotile.parallelize(vae, group, "shard", deliver, halves=("decode",)) as handle:
+        vae.decode(z)
+    return handle.report.peak_activation_bytes
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderKLWan_2.1", "AutoencoderKLLTX2Video"])
+def test_the_peak_falls_with_the_ranks(kind: str) -> None:
+    """Of real kinds, so small that halos and rests are a tenth of a band; `bench/shard_memory.py` has larger ones."""
+    one = _peak_of_a_kind(Ranks.alone(), kind, "sharded")
+    for ranks in (2, 4):
+        peaks = run_ranks(_peak_of_a_kind, ranks, kind, "sharded")
+        assert max(peaks) <= 1.15 * one / ranks, (one, peaks)

@@ -117,4 +117,5 @@ def _of_shard(report: DecodeReport) -> dict[str, Any]:
     return {
         "gathered operations": ", ".join(f"{name}: {count}" for name, count in report.gathers.items()) or "none",
         "keys and values gathered": report.attention_gathers,
+        "peak of activations, this rank": f"{(report.peak_activation_bytes or 0) / 1e6:.1f} MB",
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Literal
 
 import torch
@@ -14,6 +16,9 @@ from halotile.errors import PlanError
 from halotile.geometry import Extents, Interval
 
 Deliver = Literal["all", "driver", "sharded"]
+
+# bytes from which a message costs little more than its copy
+_LARGE = 1 << 18
 
 
 def fetch_rows(
@@ -42,13 +47,13 @@ def fetch_rows(
     own = extents.interval(ranks.rank)
     mine = wanted[ranks.rank]
     out = empty_rows(local, dim, len(mine), order) if into is None else into
-    arrivals = begin_fetch(local, dim, extents, wanted, ranks, into=out)
+    exchange, parts = _begin(local, dim, extents, wanted, ranks, out)
     kept = own.intersect(mine)
     _rows(out, dim, kept, mine.start).copy_(_rows(local, dim, kept, own.start))
-    for rows, part in arrivals.wait():
-        place = _rows(out, dim, rows, mine.start)
-        if place.data_ptr() != part.data_ptr():
-            place.copy_(part)
+    exchange.wait()
+    for part in parts:
+        if part.place is not part.landed:
+            part.place.copy_(part.landed)
     return out
 
 
@@ -65,35 +70,69 @@ class Arrivals:
         return self.parts
 
 
-def begin_fetch(
+def begin_fetch(local: torch.Tensor, dim: int, extents: Extents, wanted: Sequence[Interval], ranks: Ranks) -> Arrivals:
+    """Start the messages of `fetch_rows` and return at once; what this rank has itself is not among the arrivals.
+
+    `local` must not be written to before `wait`.
+    """
+    exchange, parts = _begin(local, dim, extents, wanted, ranks, None)
+    return Arrivals(exchange, [(part.rows, part.landed) for part in parts])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one message: where they land, and where they are to be."""
+
+    rows: Interval
+    landed: torch.Tensor
+    place: torch.Tensor
+
+
+def _begin(
     local: torch.Tensor,
     dim: int,
     extents: Extents,
     wanted: Sequence[Interval],
     ranks: Ranks,
-    into: torch.Tensor | None = None,
-) -> Arrivals:
-    """Start the messages of `fetch_rows` and return at once; what this rank has itself is not among the arrivals.
-
-    `local` must not be written to before `wait`. Rows land in `into` (this rank's wanted rows) where they are in one
-    piece there, else in buffers of their own.
-    """
+    into: torch.Tensor | None,
+) -> tuple[Exchange, list[_Part]]:
+    """Rows land in `into` (this rank's wanted rows) where they are in one piece there, else in buffers of their own."""
     own, mine = extents.interval(ranks.rank), wanted[ranks.rank]
-    sends, parts = [], []
+    sends, receives, parts = [], [], []
     for peer in ranks.others:
         theirs = own.intersect(wanted[peer])
         if len(theirs):
-            sends.append((peer, _rows(local, dim, theirs, own.start).contiguous()))
+            apart = into is not None and _apart(local, dim, theirs, wanted[peer], extents.interval(peer))
+            view = _rows(local, dim, theirs, own.start)
+            sends += [(peer, piece.contiguous()) for piece in _pieces(view, dim, apart)]
         rows = extents.interval(peer).intersect(mine)
         if len(rows):
-            place = None if into is None else _rows(into, dim, rows, mine.start)
-            if place is None or not place.is_contiguous():
-                shape = list(local.shape)
-                shape[dim] = len(rows)
-                place = local.new_empty(shape)
-            parts.append((peer, rows, place))
-    exchange = ranks.transport.begin(sends, [(peer, place) for peer, _, place in parts])
-    return Arrivals(exchange, [(rows, place) for _, rows, place in parts])
+            apart = into is not None and _apart(local, dim, rows, mine, own)
+            shape = list(local.shape)
+            shape[dim] = len(rows)
+            places = (
+                [local.new_empty(shape)] if into is None else _pieces(_rows(into, dim, rows, mine.start), dim, apart)
+            )
+            for place in places:
+                landed = place if place.is_contiguous() else place.new_empty(place.shape)
+                receives.append((peer, landed))
+                parts.append(_Part(rows, landed, place))
+    return ranks.transport.begin(sends, receives), parts
+
+
+def _apart(local: torch.Tensor, dim: int, rows: Interval, wanted: Interval, own: Interval) -> bool:
+    """Whether `rows` of what a rank wants travel a message for each index of the dims before `dim`, into their places.
+
+    They do where landing buffers would take more memory than half of the result, and the messages are large. Sender
+    and receiver answer alike: from what all ranks know.
+    """
+    foreign = len(wanted) - len(own.intersect(wanted))
+    return 2 * foreign > len(wanted) and len(rows) * prod(local.shape[dim:][1:]) * local.element_size() >= _LARGE
+
+
+def _pieces(rows: torch.Tensor, dim: int, apart: bool) -> list[torch.Tensor]:
+    """The messages for a view of some rows."""
+    return [rows[index] for index in product(*map(range, rows.shape[:dim]))] if apart else [rows]
 
 
 def empty_rows(like: torch.Tensor, dim: int, rows: int, order: Sequence[int] | None = None) -> torch.Tensor:
