@@ -6,9 +6,10 @@
 
 Every round times, one after the other and on an otherwise idle machine: the VAE's own decode in a process with one
 thread, the same in one with two, halotile over two ranks with one thread each (every rank gets the picture), and
-DistVAE over the same two. The processes live for all rounds and wait at a pipe while others work; ranks start at a
-barrier. The first rounds warm up (heaps grow until their gaps fit) and are left out; the order turns from round to round. Printed are the median, least
-and largest ratio of a round. A wall time of ranks is that of the slower one; their CPU seconds are those of both.
+DistVAE over the same two. The processes live for all rounds of a case and wait at a pipe while others work; ranks start
+at a barrier. The first rounds warm up (heaps grow until their gaps fit) and are left out; the order turns from round to
+round. Printed are the median, least and largest ratio of a round. A wall time of ranks is that of the slower one; their
+CPU seconds are those of both.
 """
 
 from __future__ import annotations
@@ -41,6 +42,17 @@ class Players:
     two: Actor
     ranks: list[Actor]
 
+    @classmethod
+    def start(cls, store: str) -> Players:
+        """One process with one thread, one with two, and the ranks."""
+        return cls(Actor(1), Actor(RANKS), [Actor(1, rank, RANKS, store) for rank in range(RANKS)])
+
+    def stop(self) -> None:
+        """End them."""
+        for actor in self.all:
+            actor.process.kill()
+            actor.process.join()
+
     @property
     def all(self) -> list[Actor]:
         return [self.one, self.two, *self.ranks]
@@ -61,22 +73,30 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes instead of measuring")
     args = parser.parse_args()
     peer = distvae_peer.version() is not None and not args.no_distvae
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        players = Players(Actor(1), Actor(RANKS), [Actor(1, rank, RANKS, store) for rank in range(RANKS)])
-        introduce(players)
-        for case in args.cases:
-            for batch in args.batches:
-                refusals = together(players.all, "load", case, batch, args.side, peer)
-                title = f"{CASES[case].title}, latents {shape_of(case, batch, args.side)}"
-                if args.profile:
-                    show_profile(title, players)
-                    continue
-                contestants = ["one", "two", "halotile"] + ["distvae"] * (peer and refusals[-1] is None)
-                rounds = [play(players, contestants, number) for number in range(args.rounds + WARM_UPS)]
-                show(title, rounds)
-                if refusals[-1] is not None:
-                    print(f"  DistVAE refuses the class: {refusals[-1]}")
+    introduced = False
+    for case in args.cases:
+        for batch in args.batches:
+            with tempfile.TemporaryDirectory() as folder:
+                # what one case leaves in a heap slows the next
+                players = Players.start(os.path.join(folder, "store"))
+                if not introduced:
+                    introduce(players)
+                    introduced = True
+                run(players, case, batch, args, peer)
+                players.stop()
+
+
+def run(players: Players, case: str, batch: int, args: argparse.Namespace, peer: bool) -> None:
+    """All rounds of one case."""
+    refusals = together(players.all, "load", case, batch, args.side, peer)
+    title = f"{CASES[case].title}, latents {shape_of(case, batch, args.side)}"
+    if args.profile:
+        show_profile(title, players)
+        return
+    contestants = ["one", "two", "halotile"] + ["distvae"] * (peer and refusals[-1] is None)
+    show(title, [play(players, contestants, number) for number in range(args.rounds + WARM_UPS)])
+    if refusals[-1] is not None:
+        print(f"  DistVAE refuses the class: {refusals[-1]}")
 
 
 def introduce(players: Players) -> None:

@@ -483,7 +483,6 @@ def test_more_classes_of_diffusers_are_bitwise_equal(name: str, half: str) -> No
     ("name", "said"),
     [
         ("AutoencoderKLHunyuanImageRefiner", "loses the rest"),
-        ("AutoencoderKLAllegro", "cannot be recorded"),
         ("AutoencoderVidTok causal", "cache_offset"),
         ("AutoencoderKLCosmos", "no tile loop of its own"),
     ],

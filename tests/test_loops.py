@@ -271,8 +271,8 @@ def test_set_window_sets_exactly_what_is_asked_or_leaves_the_vae_alone(name: str
                     folded = ratio // loop.ratio if half == "encode" else 1
                     assert (loop.window, loop.stride) == (window * unit * folded, stride * unit * folded)
                     assert loop.fault() is None
-    # no overlap is no window for a class that cuts by it, and factors such as 1 / 7 have no exact float
-    assert accepted > 100
+    # no overlap is no window for a class that cuts by it, and overlaps such as 4 of 5 have no exact factor
+    assert accepted > 150
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from halotile.cli.options import (
     DeviceOption,
     DType,
     DTypeOption,
+    OverlapOption,
+    ProfileOption,
     RanksOption,
     Spread,
     Strategy,
@@ -25,6 +27,7 @@ from halotile.cli.options import (
     StrideOption,
     TileOption,
     VaeOption,
+    WindowOption,
 )
 from halotile.errors import MismatchError, PlanError
 
@@ -45,6 +48,9 @@ def decode(
     strategy: StrategyOption = Strategy.auto,
     tile: TileOption = None,
     stride: StrideOption = None,
+    window: WindowOption = None,
+    overlap: OverlapOption = None,
+    profile: ProfileOption = None,
     strict: StrictOption = False,
     fps: Annotated[float | None, typer.Option(min=0.01, help="Frames per second. (default: the source's)")] = None,
     dtype: DTypeOption = DType.float32,
@@ -56,7 +62,7 @@ def decode(
     """
     from halotile.cli.latents import read_source
 
-    spread = Spread.of(strategy, tile, stride, strict)
+    spread = Spread.of(strategy, tile, stride, strict, window, overlap, profile)
     check_readable(latent)
     if kind_of_output(output) != (kind := read_source(latent).kind):
         known = " ".join(PICTURE_SUFFIXES if kind == "picture" else CLIP_SUFFIXES)

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 import halotile
+from halotile.cli.bench import bench
 from halotile.cli.decode import decode
 from halotile.cli.demo import demo
 from halotile.cli.encode import encode
 from halotile.cli.launch import one_line, torchrun_world
 from halotile.cli.ops import ops
+from halotile.cli.plan import plan
 from halotile.cli.verify import verify
 
 app = typer.Typer(
@@ -42,7 +44,7 @@ def options(
     """Options of the command itself; typer shows the help of `app`."""
 
 
-for command in (demo, encode, decode, verify, ops):
+for command in (demo, encode, decode, verify, plan, bench, ops):
     app.command()(command)
 
 

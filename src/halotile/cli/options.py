@@ -21,6 +21,14 @@ class Strategy(str, Enum):
     shard = "shard"
 
 
+class Profile(str, Enum):
+    """A window that `halotile plan` proposes."""
+
+    coarse = "coarse"
+    balanced = "balanced"
+    fine = "fine"
+
+
 class DType(str, Enum):
     """The precision that the VAE runs in."""
 
@@ -58,6 +66,17 @@ TileOption = Annotated[
 StrideOption = Annotated[
     int | None, typer.Option("--stride", min=1, metavar="PX", help="Pixels from tile to tile. (default: 3/4 of --tile)")
 ]
+WindowOption = Annotated[
+    str | None,
+    typer.Option("--window", metavar="HxW", help="Exactly this tile window in pixels, height and width apart."),
+]
+OverlapOption = Annotated[
+    str | None,
+    typer.Option("--overlap", metavar="HxW", help="Pixels shared with the next tile. (default: 1/4 of --window)"),
+]
+ProfileOption = Annotated[
+    Profile | None, typer.Option("--profile", help="A window that `halotile plan` proposes for these ranks.")
+]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Precision that the VAE runs in.")]
 DeviceOption = Annotated[
     Device | None, typer.Option("--device", help="(default: cuda where it has a device for each rank, else cpu)")
@@ -66,22 +85,56 @@ DeviceOption = Annotated[
 
 @dataclass(frozen=True)
 class Spread:
-    """How a VAE's work is to be spread. Tile window and stride in pixels; None leaves them to the VAE."""
+    """How a VAE's work is to be spread. Windows, strides and overlaps in pixels; None leaves them to the VAE."""
 
     strategy: Literal["auto", "serial", "tile", "shard"] = "auto"
     tile_px: int | None = None
     stride_px: int | None = None
     strict: bool = False
+    window_px: tuple[int, int] | None = None
+    overlap_px: tuple[int, int] | None = None
+    profile: Literal["coarse", "balanced", "fine"] | None = None
 
     @classmethod
-    def of(cls, strategy: Strategy, tile_px: int | None, stride_px: int | None, strict: bool = False) -> Spread:
+    def of(
+        cls,
+        strategy: Strategy,
+        tile_px: int | None,
+        stride_px: int | None,
+        strict: bool = False,
+        window: str | None = None,
+        overlap: str | None = None,
+        profile: Profile | None = None,
+    ) -> Spread:
         """From a command's options. Raises `PlanError` for options that do not go together."""
-        if strategy == Strategy.shard and tile_px is not None:
-            raise PlanError(f"--tile {tile_px} would be ignored: --strategy shard cuts no tiles")
+        asked = {"--tile": tile_px, "--window": window, "--profile": profile and profile.value}
+        given = [f"{name} {value}" for name, value in asked.items() if value is not None]
+        if strategy == Strategy.shard and given:
+            raise PlanError(f"{given[0]} would be ignored: --strategy shard cuts no tiles")
         if strict and strategy != Strategy.shard:
             raise PlanError(f"--strict would be ignored: it is about --strategy shard, not {strategy.value}")
+        if len(given) > 1:
+            raise PlanError(f"{' and '.join(given)} are different windows; give one of them")
         if stride_px is not None and tile_px is None:
             raise PlanError(f"--stride {stride_px} needs --tile")
+        if overlap is not None and window is None:
+            raise PlanError(f"--overlap {overlap} needs --window")
         if tile_px is not None and stride_px is not None and stride_px > tile_px:
             raise PlanError(f"--stride {stride_px} exceeds --tile {tile_px}: rows between two tiles would be lost")
-        return cls(strategy.value, tile_px, stride_px, strict)
+        return cls(
+            strategy.value,
+            tile_px,
+            stride_px,
+            strict,
+            None if window is None else pixels_of("--window", window),
+            None if overlap is None else pixels_of("--overlap", overlap),
+            None if profile is None else profile.value,
+        )
+
+
+def pixels_of(option: str, text: str) -> tuple[int, int]:
+    """Height and width of an option such as 432x296; raises `PlanError` for anything else."""
+    sides = text.lower().split("x")
+    if len(sides) != 2 or not all(side.isascii() and side.isdigit() for side in sides):
+        raise PlanError(f"{option} {text!r} is not HxW: height and width in pixels, such as 432x296")
+    return int(sides[0]), int(sides[1])

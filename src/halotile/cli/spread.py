@@ -20,9 +20,11 @@ from halotile.cli.options import Spread
 from halotile.cli.vaes import decode_arguments, ratio_of
 from halotile.comm import Call, Ranks
 from halotile.decode.patch import patched
+from halotile.decode.propose import price_window
 from halotile.decode.report import DecodeReport
 from halotile.errors import PlanError, UnsupportedError
-from halotile.families import Half, check_loop, set_window
+from halotile.families import Half, check_loop, family_of, set_window
+from halotile.planning import TilePlan
 
 NOISE_SEED = 0  # some decoders draw noise: equal latents shall make equal files
 Progress = Callable[[int, int], None]
@@ -34,7 +36,9 @@ def set_tiling(vae: Any, spread: Spread, ranks: int, half: Half, given: Tensor) 
     `auto` cuts for several ranks, unless the VAE's own loop cannot do that with what is given. Raises `PlanError` for a
     window that the class cannot have and `UnsupportedError` for a class that cannot be cut.
     """
-    if spread.tile_px is not None:
+    if spread.window_px is not None or spread.profile is not None:
+        halotile.apply_tile_plan(vae, _planned(vae, spread, ranks, tuple(given.shape)))
+    elif spread.tile_px is not None:
         set_window(vae, spread.tile_px, spread.stride_px or _default_stride(vae, spread.tile_px))
     elif spread.strategy == "tile":
         if not hasattr(vae, "enable_tiling"):
@@ -42,6 +46,27 @@ def set_tiling(vae: Any, spread: Spread, ranks: int, half: Half, given: Tensor) 
         vae.enable_tiling()
     elif spread.strategy == "auto" and ranks > 1 and _can_be_cut(vae, half, given):
         vae.enable_tiling()
+
+
+def _planned(vae: Any, spread: Spread, ranks: int, latent_shape: tuple[int, ...]) -> TilePlan:
+    if spread.window_px is not None:
+        overlap_px = spread.overlap_px or default_overlap(vae, spread.window_px, latent_shape)
+        return price_window(vae, latent_shape, ranks, spread.window_px, overlap_px)
+    plans = {plan.name: plan for plan in halotile.plan(vae, latent_shape, ranks)}
+    assert spread.profile is not None
+    if spread.profile not in plans:
+        raise PlanError(f"--profile {spread.profile}: here is only {' and '.join(plans)}; see `halotile plan`")
+    return plans[spread.profile]
+
+
+def default_overlap(vae: Any, window_px: tuple[int, int], latent_shape: tuple[int, ...]) -> tuple[int, int]:
+    """A quarter of the window, in whole latents; 0 along an axis that the window clears."""
+    ratio = ratio_of(vae).spatial
+    height, width = (
+        window // 4 // ratio * ratio if window < length * ratio else 0
+        for window, length in zip(window_px, latent_shape[-2:], strict=True)
+    )
+    return height, width
 
 
 def _default_stride(vae: Any, tile_px: int) -> int:
@@ -80,15 +105,20 @@ def decode(vae: Any, latents: Tensor, seat: Seat, spread: Spread, label: str) ->
 
 
 def total(seat: Seat, *counts: int) -> tuple[int, ...]:
-    """Each count summed over the ranks; every rank must call it.
+    """Each count summed over the ranks; every rank must call it."""
+    return tuple(map(sum, zip(*(json.loads(told) for told in gathered(seat, json.dumps(counts))), strict=True)))
+
+
+def gathered(seat: Seat, told: str) -> list[str]:
+    """What every rank tells, in rank order, once all have come; every rank must call it.
 
     As notes on the group's board: gloo's thread may still hold a collective's tensors when a program ends right after
     it, and then aborts the process.
     """
     with Call(Ranks.of(seat.group)) as call:
-        call.note(json.dumps(counts).encode())
+        call.note(told.encode())
         call.meet({})
-        return tuple(map(sum, zip(*(json.loads(note) for note in call.notes("start")), strict=True)))
+        return [note.decode() for note in call.notes("start")]
 
 
 @torch.inference_mode()
@@ -98,8 +128,12 @@ def decode_alone(vae: Any, latents: Tensor, seat: Seat) -> Tensor:
     All that halotile does is to keep a loop from crashing on a tile that is too thin, as it does for several ranks.
     """
     latents = latents.to(seat.device, vae.dtype)
-    mended = check_loop(vae, "decode", tuple(latents.shape)) if getattr(vae, "use_tiling", False) else {}
-    with patched(vae, **mended):
+    tiled = getattr(vae, "use_tiling", False)
+    mended = check_loop(vae, "decode", tuple(latents.shape)) if tiled else {}
+    # windows that the class's own loop does not know
+    loop = halotile.tiled_decode_for(vae) if tiled and family_of(vae) is not None else None
+    own = {} if loop is None else {"tiled_decode": loop}
+    with patched(vae, **mended, **own):
         pixels = _decode(vae, latents)
     assert pixels is not None
     return pixels

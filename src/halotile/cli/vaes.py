@@ -68,10 +68,40 @@ def load_vae(folder: Path, device: torch.device, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Pixels a latent (`spatial`) and frames a latent frame after the first (`temporal`; None for an image VAE)."""
+    """Pixels a latent (`spatial`) and frames a latent frame after the first (`temporal`; None for an image VAE).
+
+    `channels` are those of its latents.
+    """
 
     spatial: int
     temporal: int | None
+    channels: int
+
+    def latent_shape(self, height_px: int, width_px: int, frames: int | None = None) -> tuple[int, ...]:
+        """The latents `B C [F] H W` of one picture or clip; the first frame of a clip is a latent frame by itself.
+
+        Raises `PlanError` for pixels or frames that are not whole latents, with the nearest that are.
+        """
+        for axis, pixels in (("height", height_px), ("width", width_px)):
+            if pixels % self.spatial:
+                low = pixels // self.spatial * self.spatial
+                raise PlanError(
+                    f"a {axis} of {pixels} px is not whole latents of {self.spatial} px; "
+                    f"{max(low, self.spatial)} or {low + self.spatial} would be"
+                )
+        sides = (height_px // self.spatial, width_px // self.spatial)
+        if self.temporal is None:
+            if frames is not None:
+                raise PlanError(f"--frames {frames}: this VAE decodes pictures, not clips")
+            return (1, self.channels, *sides)
+        more = (1 if frames is None else frames) - 1
+        if more % self.temporal:
+            low = more // self.temporal * self.temporal + 1
+            raise PlanError(
+                f"{frames} frames are not one and a multiple of {self.temporal}; "
+                f"{low} or {low + self.temporal} would be"
+            )
+        return (1, self.channels, more // self.temporal + 1, *sides)
 
 
 def ratio_of(vae: Any) -> Ratio:
@@ -86,8 +116,8 @@ def ratio_of(vae: Any) -> Ratio:
     assert latents is not None
     spatial = PROBE_PX // latents.shape[-1]
     if not frames:
-        return Ratio(spatial, None)
-    return Ratio(spatial, round((PROBE_FRAMES - 1) / max(1, latents.shape[2] - 1)))
+        return Ratio(spatial, None, latents.shape[1])
+    return Ratio(spatial, round((PROBE_FRAMES - 1) / max(1, latents.shape[2] - 1)), latents.shape[1])
 
 
 def is_video_vae(vae: torch.nn.Module) -> bool:

@@ -17,6 +17,8 @@ from halotile.cli.options import (
     DeviceOption,
     DType,
     DTypeOption,
+    OverlapOption,
+    ProfileOption,
     RanksOption,
     Spread,
     Strategy,
@@ -25,6 +27,7 @@ from halotile.cli.options import (
     StrideOption,
     TileOption,
     VaeOption,
+    WindowOption,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +53,9 @@ def verify(
     strategy: StrategyOption = Strategy.auto,
     tile: TileOption = None,
     stride: StrideOption = None,
+    window: WindowOption = None,
+    overlap: OverlapOption = None,
+    profile: ProfileOption = None,
     strict: StrictOption = False,
     dtype: DTypeOption = DType.float32,
     device: DeviceOption = None,
@@ -59,7 +65,7 @@ def verify(
     With tiling on, the one rank runs the VAE's own tile loop. Exit code 1 when the two differ by more than the strategy
     promises: serial and tile promise the same bits, shard the same values to rounding.
     """
-    spread = Spread.of(strategy, tile, stride, strict)
+    spread = Spread.of(strategy, tile, stride, strict, window, overlap, profile)
     check_readable(latent)
     verdict = on_ranks(_work, ranks, device and device.value, latent, vae, spread, dtype.value)
     if verdict is None:  # a rank of torchrun that is not the driver

@@ -3,6 +3,20 @@
 from halotile.decode.functions import decode, enable_tiling, encode
 from halotile.decode.options import Progress, Strategy
 from halotile.decode.parallelize import Handle, parallelize
+from halotile.decode.propose import plan, price_window
+from halotile.decode.rectangle import tiled_decode_for
 from halotile.decode.report import DecodeReport
 
-__all__ = ["DecodeReport", "Handle", "Progress", "Strategy", "decode", "enable_tiling", "encode", "parallelize"]
+__all__ = [
+    "DecodeReport",
+    "Handle",
+    "Progress",
+    "Strategy",
+    "decode",
+    "enable_tiling",
+    "encode",
+    "parallelize",
+    "plan",
+    "price_window",
+    "tiled_decode_for",
+]

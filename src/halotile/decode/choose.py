@@ -11,8 +11,10 @@ import torch
 from halotile.comm import Ranks
 from halotile.decode.options import Options
 from halotile.decode.patch import patched
+from halotile.decode.stitch import stand_ins
 from halotile.errors import UnsupportedError
-from halotile.families import UNREAD, Half, check_frames, check_loop, temporal_loop_runs
+from halotile.families import UNREAD, Half, check_frames, check_loop, family_of, temporal_loop_runs
+from halotile.planning.tilings import Tiling, splits_frames
 
 
 def check_class(vae: Any, halves: Sequence[Half], options: Options) -> None:
@@ -22,7 +24,9 @@ def check_class(vae: Any, halves: Sequence[Half], options: Options) -> None:
         if not callable(getattr(vae, half, None)):
             hint = "; pass the pipeline's .vae" if hasattr(vae, "vae") else ""
             raise UnsupportedError(f"{name} has no method {half!r}{hint}")
-    if options.strategy == "tile":
+    if options.tiling is not None:
+        check_grid_class(vae, options.tiling)
+    elif options.strategy == "tile":
         reason = _no_tile_loop(vae, halves)
         if reason is not None:
             raise UnsupportedError(f"{name} cannot be run with strategy='tile': {reason}")
@@ -30,6 +34,8 @@ def check_class(vae: Any, halves: Sequence[Half], options: Options) -> None:
 
 def choose(vae: Any, half: Half, options: Options, ranks: Ranks) -> tuple[str, str]:
     """The strategy that runs, and why."""
+    if options.tiling is not None:
+        return "tile", "tiling= was given"
     if options.strategy != "auto":
         return options.strategy, f"strategy={options.strategy!r} was asked for"
     if ranks.size == 1:
@@ -40,6 +46,17 @@ def choose(vae: Any, half: Half, options: Options, ranks: Ranks) -> tuple[str, s
     if missing is not None:
         return "serial", f"auto: serial, since {missing}"
     return "tile", "auto: tile, since tiling is on"
+
+
+def check_grid_class(vae: Any, tiling: Tiling) -> None:
+    """Raise UnsupportedError if tiles of `tiling` can never be laid over what the class of `vae` decodes."""
+    family = family_of(vae)
+    if family is None:
+        return
+    frames = family.frames.apart if family.frames is not None and splits_frames(tiling) else ""
+    if family.no_grid or frames:
+        asked = "tiling=" if family.no_grid else "a tiling= that cuts frames"
+        raise UnsupportedError(f"{family.name} cannot be run with {asked}: {family.no_grid or frames}")
 
 
 def prepare(vae: Any, half: Half, shape: tuple[int, ...], strategy: str, stack: ExitStack) -> str:
@@ -55,11 +72,14 @@ def prepare(vae: Any, half: Half, shape: tuple[int, ...], strategy: str, stack: 
     if not (getattr(vae, "use_tiling", False) or temporal_loop_runs(vae, half, shape)):
         return ""
     mended = check_loop(vae, half, shape)
-    stack.enter_context(patched(vae, **mended))
-    return "".join(
+    loops = stand_ins(vae, half)
+    stack.enter_context(patched(vae, **mended, **loops))
+    notes = [
         f"; {name} set to {value} for this call: the last tile was thinner than the class takes"
         for name, value in mended.items()
-    )
+    ]
+    notes += [f"; halotile's loop stood in for {name}, which does not know such a window" for name in loops]
+    return "".join(notes)
 
 
 def _no_tile_loop(vae: Any, halves: Sequence[Half]) -> str | None:

@@ -208,35 +208,27 @@ class Foresight:
     def _state(self, modules: dict[int, dict[str, Any]]) -> Iterator[Any]:
         """Give the network the state of `modules` for a while; yields a function that reads what it has become."""
         parts = list(self._plain.modules())
-        before = [dict(vars(part)) for part in parts]
-        contents = [{name: list(value) for name, value in was.items() if type(value) is list} for was in before]
-        for position, attributes in modules.items():
-            vars(parts[position]).update(attributes)
+        with restored(parts) as before:
+            for position, attributes in modules.items():
+                vars(parts[position]).update(attributes)
 
-        def changed() -> dict[int, dict[str, Any]]:
-            now = {
-                position: {
-                    name: value
-                    for name, value in vars(part).items()
-                    if name not in self.forgotten
-                    and (
-                        isinstance(value, FakeTensor)
-                        or (name in was and value is not was[name])
-                        or (name in held and held[name] != value)
-                    )
+            def changed() -> dict[int, dict[str, Any]]:
+                now = {
+                    position: {
+                        name: value
+                        for name, value in vars(part).items()
+                        if name not in self.forgotten
+                        and (
+                            isinstance(value, FakeTensor)
+                            or (name in was and value is not was[name])
+                            or (name in held and held[name] != value)
+                        )
+                    }
+                    for position, (part, (was, held)) in enumerate(zip(parts, before, strict=True))
                 }
-                for position, (part, was, held) in enumerate(zip(parts, before, contents, strict=True))
-            }
-            return {position: attributes for position, attributes in now.items() if attributes}
+                return {position: attributes for position, attributes in now.items() if attributes}
 
-        try:
             yield changed
-        finally:
-            for part, was, held in zip(parts, before, contents, strict=True):
-                vars(part).clear()
-                vars(part).update(was)
-                for name, elements in held.items():
-                    was[name][:] = elements
 
     def _setting(self) -> tuple[Any, ...]:
         """What outcomes depend on besides arguments: weights (their kind, not their values), autocast, mode."""
@@ -248,6 +240,21 @@ class Foresight:
             autocast = torch.get_autocast_dtype(kind)
         shapes = tuple((id(weight), tuple(weight.shape), weight.dtype) for weight in weights)
         return shapes, kind, autocast, self._plain.training
+
+
+@contextmanager
+def restored(parts: Sequence[nn.Module]) -> Iterator[list[tuple[dict[str, Any], dict[str, list[Any]]]]]:
+    """Put the attributes of modules back as they are now, and what their lists hold; yields both of each module."""
+    before = [dict(vars(part)) for part in parts]
+    held = [{name: list(value) for name, value in was.items() if type(value) is list} for was in before]
+    try:
+        yield list(zip(before, held, strict=True))
+    finally:
+        for part, was, lists in zip(parts, before, held, strict=True):
+            vars(part).clear()
+            vars(part).update(was)
+            for name, elements in lists.items():
+                was[name][:] = elements
 
 
 class _Memory:

@@ -26,7 +26,7 @@ class Meter:
         self.peak_bytes: int | None = None
         self._device = device
         self._before = 0
-        self._watch = _Watch()
+        self._watch = Watch()
         self._shown = shown
 
     @property
@@ -53,7 +53,7 @@ class Meter:
             self.peak_bytes = self._watch.peak
 
 
-class _Watch(Watching):
+class Watch(Watching):
     """Follows storages: each that an operation makes counts once, until nothing refers to it any more."""
 
     def __init__(self) -> None:
@@ -61,6 +61,7 @@ class _Watch(Watching):
         self.peak = 0
         self._live = 0
         self._known: dict[int, weakref.ref[Any]] = {}
+        self._made = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,13 +91,21 @@ class _Watch(Watching):
             return
         size = storage.nbytes()
 
+        number = self._made
+        self._made += 1
+
         def gone(_: object) -> None:
             self._live -= size
             self._known.pop(key, None)
+            self.change(number, -size)
 
         self._known[key] = weakref.ref(storage, gone)
         self._live += size
         self.peak = max(self.peak, self._live)
+        self.change(number, size)
+
+    def change(self, number: int, size: int) -> None:
+        """For a subclass: storage `number` of `size` bytes was made; with minus its bytes, it is gone."""
 
 
 def _among(key: int, values: Any) -> bool:

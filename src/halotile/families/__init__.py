@@ -1,16 +1,25 @@
 """What halotile knows of autoencoder classes, as data, and what follows from it for an input."""
 
+from halotile.families.axis_loop import AXES, Axis, AxisLoop, Half
 from halotile.families.check import (
     check_frames,
     check_loop,
-    family_of,
     set_window,
     sync_window,
     temporal_loop_runs,
     temporal_note,
 )
-from halotile.families.loops import AXES, Axis, AxisLoop, Half
-from halotile.families.rows import FAMILIES, UNREAD, Family, Temporal
+from halotile.families.exact import Overlaid
+from halotile.families.family import Family, Frames, Rectangles, Temporal
+from halotile.families.request import (
+    apply_tile_plan,
+    check_request,
+    loop_tilings,
+    possible,
+    tile_overlap_plan,
+    tile_shape_plan,
+)
+from halotile.families.rows import FAMILIES, UNREAD, family_of
 
 __all__ = [
     "AXES",
@@ -19,13 +28,22 @@ __all__ = [
     "Axis",
     "AxisLoop",
     "Family",
+    "Frames",
     "Half",
+    "Overlaid",
+    "Rectangles",
     "Temporal",
+    "apply_tile_plan",
     "check_frames",
     "check_loop",
+    "check_request",
     "family_of",
+    "loop_tilings",
+    "possible",
     "set_window",
     "sync_window",
     "temporal_loop_runs",
     "temporal_note",
+    "tile_overlap_plan",
+    "tile_shape_plan",
 ]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from halotile.errors import PlanError, UnsupportedError
-from halotile.families.loops import AXES, AxisLoop, AxisStride, Half
-from halotile.families.rows import FAMILIES, Family
-
-
-def family_of(vae: object) -> Family | None:
-    """The row of `vae`'s class, or of the nearest class that it inherits from; None when there is none.
-
-    Rows are of diffusers' classes: other libraries have an AutoencoderKL, too.
-    """
-    classes = (cls for cls in type(vae).__mro__ if cls.__module__.split(".")[0] == "diffusers")
-    return next((FAMILIES[cls.__name__] for cls in classes if cls.__name__ in FAMILIES), None)
+from halotile.families.axis_loop import AXES, AxisLoop, Half
+from halotile.families.exact import own_window
+from halotile.families.family import Family
+from halotile.families.loops import AxisStride
+from halotile.families.request import apply_tile_plan
+from halotile.families.rows import family_of
 
 
 def check_loop(vae: Any, half: Half, shape: tuple[int, ...]) -> dict[str, int]:
@@ -36,7 +30,7 @@ def check_loop(vae: Any, half: Half, shape: tuple[int, ...]) -> dict[str, int]:
     check_frames(vae, half, shape)
     if not family.layout.enters(vae, half, height, width, family.ratio(vae)):
         return {}
-    for refuse in family.refuse:
+    for refuse in (*family.refuse, *family.refuse_frames):
         reason = refuse(vae, half, shape)
         if reason is not None:
             raise UnsupportedError(f"{name} cannot {half} {_size(shape)} in tiles: {reason}")
@@ -98,29 +92,17 @@ def set_window(vae: Any, window_px: int, stride_px: int) -> None:
     name = type(vae).__name__
     if family is None:
         raise UnsupportedError(f"{name} has no row in halotile.families, so its window is not known; set it yourself")
-    ratio = family.ratio(vae)
     if type(window_px) is not int or type(stride_px) is not int:
         raise PlanError(f"window and stride are whole pixels, got {window_px!r} and {stride_px!r}")
-    if window_px < ratio:
-        raise PlanError(f"{name} decodes {ratio} px a latent: a window needs at least those, got {window_px} px")
     if not 0 < stride_px <= window_px:
-        raise PlanError(f"a stride of {stride_px} px needs a window of at least that, and more than 0: got {window_px}")
-    if window_px % ratio or stride_px % ratio:
         raise PlanError(
-            f"{name} decodes {ratio} px a latent: a window of {window_px} px with a stride of {stride_px} px is not "
-            f"whole latents; try {max(window_px // ratio, 1) * ratio} and {max(stride_px // ratio, 1) * ratio}"
+            f"a stride of {stride_px} px needs to be more than 0 and at most the window, which is {window_px} px; and "
+            f"the window at least one latent, {family.ratio(vae)} px"
         )
-    wanted = family.layout.window(window_px, window_px, stride_px, ratio)
-    before = {key: getattr(vae, key) for key in ("use_tiling", *wanted)}
-    try:
-        _assign(vae, {"use_tiling": True, **wanted})
-        for half, unit in (("decode", ratio), ("encode", 1)):
-            cells = 4 * window_px // unit
-            for loop in family.layout.axes(vae, half, cells, cells, ratio):  # type: ignore[arg-type]
-                _check_exact(name, loop, window_px, stride_px)
-    except PlanError:
-        _assign(vae, before)
-        raise
+    found = own_window(vae, family, window_px, window_px - stride_px)
+    if isinstance(found, str):
+        raise PlanError(f"{name} cannot have a window of {window_px} px with a stride of {stride_px} px: {found}")
+    apply_tile_plan(vae, found)
 
 
 def sync_window(vae: Any) -> None:
@@ -132,18 +114,6 @@ def sync_window(vae: Any) -> None:
         if hasattr(vae, f"tile_latent_min_{suffix}"):
             sample = getattr(vae, f"tile_sample_min_{suffix}")
             setattr(vae, f"tile_latent_min_{suffix}", sample // family.ratio(vae))
-
-
-def _check_exact(name: str, loop: AxisLoop, window_px: int, stride_px: int) -> None:
-    fault = loop.fault()
-    if fault is not None:
-        raise PlanError(f"{name} cannot have this window: {fault}")
-    read = (loop.window, loop.stride) if loop.half == "encode" else (loop.out(loop.window), loop.out(loop.stride))
-    # Wan 2.2 counts folded pixels, so compare the shape of the window and not its unit
-    if read[0] * stride_px != read[1] * window_px:
-        raise PlanError(
-            f"{name} reads a window of {window_px} px with a stride of {stride_px} px as {read[0]}, {read[1]}"
-        )
 
 
 def _thicker(vae: Any, family: Family, loop: AxisLoop, asked: str) -> dict[str, int]:
@@ -168,11 +138,6 @@ def _thicker(vae: Any, family: Family, loop: AxisLoop, asked: str) -> dict[str, 
         f"{asked}: it needs tiles of at least {least // step} latents, and no stride up to {loop.stride} leaves the "
         f"last tile of {loop.length} along {loop.axis} that large"
     )
-
-
-def _assign(vae: Any, values: Mapping[str, object]) -> None:
-    for key, value in values.items():
-        setattr(vae, key, value)
 
 
 def _size(shape: tuple[int, ...]) -> str:

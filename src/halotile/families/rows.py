@@ -1,68 +1,35 @@
 """What halotile knows of each autoencoder class, as data: one frozen row a class, with a reason beside every odd value.
 
-Written from the sources of diffusers 0.42.1 and checked by running each class (tests/test_families.py).
+Written from the sources of diffusers 0.42.1 and checked by running each class (tests/test_tile_families.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-from halotile.families.loops import (
-    AxisFactor,
-    AxisMinOverlap,
-    AxisStride,
-    Half,
-    Layout,
-    SquareFactor,
-    SquareMask,
+from halotile.families.axis_loop import Half
+from halotile.families.family import Family, Frames, Reason, Rectangles, Temporal
+from halotile.families.loops import AxisFactor, AxisMinOverlap, AxisStride, HardCoded
+from halotile.families.squares import SquareFactor, SquareMask
+
+UNREAD = MappingProxyType(
+    {
+        "AutoencoderKLCosmos": "its enable_tiling sets attributes that its decode and encode never read",
+        "AutoencoderKLKVAEVideo": "its use_tiling is never read",
+    }
 )
+"""Classes with a tiling flag and no tile loop, by name, with the reason."""
 
-Reason = str
 
+def family_of(vae: object) -> Family | None:
+    """The row of `vae`'s class, or of the nearest class that it inherits from; None when there is none.
 
-@dataclass(frozen=True)
-class Family:
-    """One autoencoder class.
-
-    ratio: pixels a latent along height and width.
-    min_tile_lat: the thinnest tile that the network of a half takes, in latents.
-    temporal: the names of the attributes of a loop over frames, when the class has one.
-    carries: the method that clears state which the class keeps on its modules from call to call.
-    record_on: where stand-ins for results live while a loop is recorded.
-    blends: the methods that mix neighbouring results; a recording leaves them out, as there is nothing to mix yet.
-    forgotten: attributes that the network writes on its modules and never reads.
-    own_slicing: whether the class's `use_slicing` works with every argument of `decode`.
-    refuse: what the class's own loop gets wrong, as a function of (vae, half, input shape) to a reason or None.
+    Rows are of diffusers' classes: other libraries have an AutoencoderKL, too.
     """
-
-    name: str
-    layout: Layout
-    ratio: Callable[[Any], int]
-    min_tile_lat: Callable[[Any, Half], int] = lambda vae, half: 1
-    temporal: Temporal | None = None
-    carries: str | None = None
-    record_on: Literal["meta", "zeros"] = "meta"
-    blends: tuple[str, ...] = ("blend_v", "blend_h")
-    forgotten: tuple[str, ...] = ()
-    own_slicing: bool = True
-    refuse: tuple[Callable[[Any, Half, tuple[int, ...]], Reason | None], ...] = field(default=())
-
-
-@dataclass(frozen=True)
-class Temporal:
-    """A loop over frames with a window and a stride in sample frames, switched on by a flag a half.
-
-    `defect` is what the class's decode gets wrong with it, to be said where it runs.
-    """
-
-    decode_flag: str
-    encode_flag: str
-    defect: str = ""
-    window: str = "tile_sample_min_num_frames"
-    stride: str = "tile_sample_stride_num_frames"
+    classes = (cls for cls in type(vae).__mro__ if cls.__module__.split(".")[0] == "diffusers")
+    return next((FAMILIES[cls.__name__] for cls in classes if cls.__name__ in FAMILIES), None)
 
 
 def _attribute(name: str) -> Callable[[Any], int]:
@@ -121,12 +88,14 @@ def _tiny_mask(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
     ratio = _halvings("decoder_block_out_channels")(vae)
     if vae.spatial_scale_factor != ratio:
         return f"its own loop scales by 2 ** out_channels = {vae.spatial_scale_factor}, this VAE's network by {ratio}"
-    window = vae.tile_latent_min_size if half == "decode" else vae.tile_sample_min_size
-    blend = int(window * vae.tile_overlap_factor)
-    ramp = blend * ratio if half == "decode" else blend / ratio
-    stride = window - blend
-    if ramp <= 1 and max(shape[-2:]) > stride >= 1:
-        return f"a ramp over {ramp:g} rows of the result divides by zero or drops the tile (overlap of {blend} cells)"
+    for loop in SquareMask().axes(vae, half, shape[-2], shape[-1], ratio):
+        overlap = loop.window - loop.stride
+        ramp = overlap * ratio if half == "decode" else overlap / ratio
+        if ramp <= 1 and loop.length > loop.stride >= 1:
+            return (
+                f"a ramp over {ramp:g} rows of the result divides by zero or drops the tile (overlap of {overlap} "
+                f"cells along {loop.axis})"
+            )
     return None
 
 
@@ -146,6 +115,14 @@ def _minimax_overlap(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | N
     return None
 
 
+def _allegro_clips(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
+    unit = vae.config.temporal_compression_ratio if half == "decode" else 1
+    window, stride = vae.kernel[0] // unit, vae.stride[0] // unit
+    if shape[2] < window or (shape[2] - window) % stride:
+        return f"its loop makes clips of {window} frames every {stride}, and would lose frames of these {shape[2]}"
+    return None
+
+
 def _mochi_framewise(vae: Any, half: Half, shape: tuple[int, ...]) -> Reason | None:
     flag = f"use_framewise_{half[:-1]}ing"
     return f"{flag} is set, and its own frame-wise {half} crashes" if getattr(vae, flag, False) else None
@@ -156,6 +133,9 @@ def _two_to_reflect(vae: Any, half: Half) -> int:
     return 2 if vae.config[f"{half[:-1]}er_spatial_padding_mode"] == "reflect" else 1
 
 
+# all checked by running each class: tests/test_tilings.py
+_FRAMES = Frames(_attribute("temporal_compression_ratio"))
+_DOUBLED = Frames(lambda vae: int(2 ** sum(map(bool, vae.config.temperal_downsample))))
 _FOLDED = AxisStride(patch=lambda vae: int(vae.config.patch_size or 1))
 # its encode reads the flag for decoding; later chunks drop their last frame where the first is the one too many
 _LTX = Temporal(
@@ -165,31 +145,51 @@ _LTX = Temporal(
 )
 _LTX_BLENDS = ("blend_v", "blend_h", "blend_t")
 
+
+def _post_quant(vae: Any, tile: Any) -> Any:
+    return vae.post_quant_conv(tile) if vae.config.use_post_quant_conv else tile
+
+
+def _quant(vae: Any, tile: Any) -> Any:
+    return vae.quant_conv(tile) if vae.config.use_quant_conv else tile
+
+
+_KL = Rectangles("tiled_decode", "_tiled_encode", before_decoder=_post_quant, after_encoder=_quant)
+
 _ROWS = (
-    Family("AutoencoderKL", SquareFactor(), _halvings("block_out_channels")),
-    Family("AutoencoderKLFlux2", SquareFactor(), _halvings("block_out_channels")),
+    Family("AutoencoderKL", SquareFactor(), _halvings("block_out_channels"), rectangles=_KL),
+    Family("AutoencoderKLFlux2", SquareFactor(), _halvings("block_out_channels"), rectangles=_KL),
     Family(
         "AutoencoderKLKVAE",
         SquareFactor(),
         _halvings("ch_mult"),
         forgotten=("last_z_shape",),
+        rectangles=Rectangles("tiled_decode", "_tiled_encode"),
     ),
-    Family("AutoencoderKLWan", _FOLDED, _SPATIAL),
-    Family("AutoencoderKLQwenImage21", _FOLDED, _SPATIAL),
-    Family("AutoencoderKLQwenImage", AxisStride(), _SPATIAL),
+    Family("AutoencoderKLWan", _FOLDED, _SPATIAL, frames=_DOUBLED),
+    Family("AutoencoderKLQwenImage21", _FOLDED, _SPATIAL, frames=_DOUBLED),
+    Family("AutoencoderKLQwenImage", AxisStride(), _SPATIAL, frames=_DOUBLED),
     Family(
         "AutoencoderKLHunyuanVideo",
         AxisStride(),
         _SPATIAL,
         temporal=Temporal("use_framewise_decoding", "use_framewise_encoding"),
+        frames=_FRAMES,
         blends=_LTX_BLENDS,
     ),
     # enable_tiling leaves the latent window as it was when only the one in pixels is given
-    Family("AutoencoderKLHunyuanVideo15", AxisFactor(("tile_overlap_factor",) * 2), _SPATIAL),
+    Family(
+        "AutoencoderKLHunyuanVideo15",
+        AxisFactor(("tile_overlap_factor",) * 2, extras=True),
+        _SPATIAL,
+        frames=_FRAMES,
+        rectangles=Rectangles("tiled_decode", "tiled_encode", wraps=False),
+    ),
     Family(
         "AutoencoderKLHunyuanImage",
         SquareFactor(),
         lambda vae: int(vae.config.spatial_compression_ratio),
+        rectangles=Rectangles("tiled_decode", "tiled_encode"),
         refuse=(_five_dims_encode,),
     ),
     Family(
@@ -199,13 +199,22 @@ _ROWS = (
         refuse=(_refiner_decode,),
     ),
     # zip is missing in its slicing with temb
-    Family("AutoencoderKLLTXVideo", AxisStride(), _SPATIAL, temporal=_LTX, blends=_LTX_BLENDS, own_slicing=False),
+    Family(
+        "AutoencoderKLLTXVideo",
+        AxisStride(),
+        _SPATIAL,
+        temporal=_LTX,
+        frames=_FRAMES,
+        blends=_LTX_BLENDS,
+        own_slicing=False,
+    ),
     Family(
         "AutoencoderKLLTX2Video",
         AxisStride(),
         _SPATIAL,
         min_tile_lat=_two_to_reflect,
         temporal=_LTX,
+        frames=_FRAMES,
         blends=_LTX_BLENDS,
         own_slicing=False,
     ),
@@ -213,17 +222,33 @@ _ROWS = (
         "AutoencoderKLMiniMaxH3",
         AxisMinOverlap(),
         _SPATIAL,
+        frames=Frames(
+            _attribute("temporal_compression_ratio"),
+            apart="it decodes clips of a fixed number of latent frames, each with frames of its own left out, so that "
+            "frames of a tile would not fall in place",
+        ),
         blends=("_blend",),
-        refuse=(_minimax_frames, _minimax_overlap),
+        refuse=(_minimax_overlap,),
+        refuse_frames=(_minimax_frames,),
     ),
     Family(
         "AutoencoderKLCogVideoX",
         AxisFactor(("tile_overlap_factor_height", "tile_overlap_factor_width")),
         _halvings("block_out_channels"),
+        frames=Frames(
+            lambda vae: int(vae.config.temporal_compression_ratio),
+            apart="an odd number of latent frames makes one frame and the ratio for each further one, an even number "
+            "the ratio for each, so that frames of a tile would not fall in place",
+        ),
     ),
-    Family("AutoencoderKLMochi", AxisStride(), _SPATIAL, refuse=(_mochi_framewise,)),
+    Family("AutoencoderKLMochi", AxisStride(), _SPATIAL, frames=_FRAMES, refuse=(_mochi_framewise,)),
     Family(
-        "AutoencoderKLMagvit", AxisStride(crossed=True), _SPATIAL, carries="_clear_conv_cache", refuse=(_magvit_encode,)
+        "AutoencoderKLMagvit",
+        AxisStride(crossed=True),
+        _SPATIAL,
+        frames=_FRAMES,
+        carries="_clear_conv_cache",
+        refuse=(_magvit_encode,),
     ),
     Family("AutoencoderDC", AxisStride(latent_pair=True), _SPATIAL, refuse=(_dc_padding,)),
     # its loop mixes each result at once with masks on the input's device
@@ -233,17 +258,20 @@ _ROWS = (
         _halvings("decoder_block_out_channels"),
         record_on="zeros",
         blends=(),
+        rectangles=Rectangles("_tiled_decode", "_tiled_encode", wraps=False, mix="mask"),
         refuse=(_tiny_channels, _tiny_mask),
     ),
+    # its loop copies each result at once into a buffer
+    Family(
+        "AutoencoderKLAllegro",
+        HardCoded(),
+        _SPATIAL,
+        no_grid="it has no decode or encode but in tiles of its own, of one size",
+        record_on="zeros",
+        blends=(),
+        refuse_frames=(_allegro_clips,),
+    ),
 )
-
-UNREAD = MappingProxyType(
-    {
-        "AutoencoderKLCosmos": "its enable_tiling sets attributes that its decode and encode never read",
-        "AutoencoderKLKVAEVideo": "its use_tiling is never read",
-    }
-)
-"""Classes with a tiling flag and no tile loop, by name, with the reason."""
 
 FAMILIES = MappingProxyType({row.name: row for row in _ROWS})
 """The rows by class name."""

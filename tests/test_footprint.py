@@ -1,0 +1,115 @@
+"""`decode/footprint.py`: what a tile holds, predicted from two small ones, against a meter on real decodes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_vaes as tiny
+import torch
+
+from halotile.decode import footprint
+from halotile.decode.footprint import Footprint, cache_path, footprint_of, measure
+from halotile.decode.memory import Meter
+from halotile.errors import UnsupportedError
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALOTILE_CACHE", str(tmp_path / "cache"))
+
+
+def _arguments(vae, z):
+    return {"temb": torch.zeros(z.shape[0])} if vae.config.get("timestep_conditioning") else {}
+
+
+@pytest.mark.parametrize("kind", tiny.CONFIGS)
+def test_the_prediction_is_what_a_real_decode_holds(kind: str) -> None:
+    vae, z = tiny.build(kind), tiny.latent(kind)
+    z = z[..., :1, :1].expand(*z.shape[:-2], 12, 20).contiguous()
+    meter = Meter(torch.device("cpu"))
+    with torch.no_grad(), meter:
+        vae.decode(z, **_arguments(vae, z))
+    predicted = measure(vae, z.shape).peak_bytes(12 * 20)
+    # copies with a border of one latent grow a little slower than the cells, and are counted as of the larger tile
+    assert 0.97 * meter.peak_bytes <= predicted <= 1.01 * meter.peak_bytes
+
+
+def test_terms_are_compared_at_the_size_that_is_asked_for() -> None:
+    prints = Footprint(((0.0, 100.0, 0.0), (0.0, 20.0, 1.0)))
+    assert [prints.peak_bytes(cells) for cells in (50, 80, 100)] == [5_000, 8_000, 12_000]
+
+
+def test_a_dense_mask_outgrows_all_else() -> None:
+    """M3: the causal mask of Hunyuan Video has a value for each pair of latent cells of all frames."""
+    vae, z = tiny.build("AutoencoderKLHunyuanVideo"), tiny.latent("AutoencoderKLHunyuanVideo")
+    prints, frames = measure(vae, z.shape), z.shape[2]
+
+    def over_the_mask(cells):
+        return prints.peak_bytes(cells) / (4 * (frames * cells) ** 2)
+
+    # of a small tile the last layers hold most, of a large one the mask
+    assert over_the_mask(16 * 16) > 20
+    assert 1.25 <= over_the_mask(90 * 160) < 1.3, "the mask in float32, and a condition of a byte a pair"
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKLWan_2.1", "AutoencoderKLMagvit", "AutoencoderKLCogVideoX"])
+def test_the_vae_is_as_it_was(kind: str) -> None:
+    vae, z = tiny.build(kind), tiny.latent(kind)
+    with torch.no_grad():
+        before = vae.decode(z).sample
+        held = {name: dict(vars(part)) for name, part in vae.named_modules()}
+        vae.use_tiling = True
+        measure(vae, z.shape)
+        assert vae.use_tiling is True
+        vae.use_tiling = held[""]["use_tiling"]
+        for name, part in vae.named_modules():
+            assert vars(part).keys() == held[name].keys()
+            assert all(vars(part)[key] is value for key, value in held[name].items()), name
+        assert torch.equal(vae.decode(z).sample, before)
+
+
+def test_measured_once_and_kept_in_a_file_that_can_be_deleted(monkeypatch) -> None:
+    vae, shape = tiny.build("AutoencoderKL"), (1, 4, 64, 64)
+    measured = footprint_of(vae, shape)
+    (name,) = json.loads(cache_path().read_text())
+    assert name.startswith("AutoencoderKL float32 1 x 4 ")
+    runs = []
+    monkeypatch.setattr(footprint, "measure", lambda *args: runs.append(args) or measured)
+    assert footprint_of(vae, (1, 4, 9, 200)) == measured
+    assert not runs, "height and width do not matter"
+    footprint_of(vae.to(torch.bfloat16), shape)
+    footprint_of(tiny.build("AutoencoderKL_flux1"), (1, 16, 64, 64))
+    assert len(runs) == 2
+    assert len(json.loads(cache_path().read_text())) == 3
+    cache_path().unlink()
+    footprint_of(vae, shape)
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', "\x00", '{"AutoencoderKL": {"terms": "x"}}'])
+def test_a_spoilt_cache_is_measured_anew(content: str) -> None:
+    vae, shape = tiny.build("AutoencoderKL"), (1, 4, 64, 64)
+    measured = footprint_of(vae, shape)
+    key = next(iter(json.loads(cache_path().read_text())))
+    for spoilt in (content, json.dumps({key: {"terms": [["a", 0, 0]]}}), json.dumps({key: 3})):
+        cache_path().write_text(spoilt)
+        assert footprint_of(vae, shape) == measured
+        assert key in json.loads(cache_path().read_text())
+
+
+def test_no_place_for_a_cache_is_no_failure(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HALOTILE_CACHE", str(tmp_path / "file" / "below"))
+    assert footprint_of(tiny.build("AutoencoderKL"), (1, 4, 64, 64)).terms
+
+
+def test_a_class_that_needs_values_is_refused_by_name() -> None:
+    vae = tiny.build("AutoencoderKL")
+
+    def forward(x):
+        return x if float(x.sum()) > 0 else -x
+
+    vae.decoder.forward = forward
+    with pytest.raises(UnsupportedError, match="what a tile of AutoencoderKL holds cannot be told without data"):
+        measure(vae, (1, 4, 64, 64))
