@@ -171,3 +171,17 @@ def test_bench_measures_each_proposal(eighth: str) -> None:
     assert "seconds" in done.stdout
     assert "coarse" in done.stdout
     assert "fine" in done.stdout
+
+
+def test_verify_compares_a_rectangle_of_autoencodertiny_with_the_same_rectangle(tmp_path, capsys) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8), num_encoder_blocks=(1,) * 4,
+        num_decoder_blocks=(1,) * 4,
+    ).save_pretrained(tmp_path / "vae")  # fmt: skip
+    save_file({"latents": torch.randn(1, 4, 24, 20)}, tmp_path / "z.safetensors")
+    window = ("--strategy", "tile", "--window", "64x96", "--overlap", "16x24")
+    assert in_process("verify", str(tmp_path / "z.safetensors"), "--vae", str(tmp_path / "vae"), *window) == 0
+    assert "bitwise equal │ yes" in " ".join(capsys.readouterr().out.split())

@@ -7,6 +7,7 @@ import json
 import pytest
 import tiny_vaes as tiny
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 
 from halotile.decode import footprint
 from halotile.decode.footprint import Footprint, cache_path, footprint_of, measure
@@ -92,7 +93,9 @@ def test_a_spoilt_cache_is_measured_anew(content: str) -> None:
     vae, shape = tiny.build("AutoencoderKL"), (1, 4, 64, 64)
     measured = footprint_of(vae, shape)
     key = next(iter(json.loads(cache_path().read_text())))
-    for spoilt in (content, json.dumps({key: {"terms": [["a", 0, 0]]}}), json.dumps({key: 3})):
+    of_key = [[["a", 0, 0]], [], {}, [[float("nan"), 1, 1]], [[float("inf"), 0, 0]], [[-1e9, -5, 0]]]
+    terms = [json.dumps({key: {"terms": each}}) for each in of_key]
+    for spoilt in (content, "[" * 100_000, json.dumps({key: 3}), *terms):
         cache_path().write_text(spoilt)
         assert footprint_of(vae, shape) == measured
         assert key in json.loads(cache_path().read_text())
@@ -113,3 +116,31 @@ def test_a_class_that_needs_values_is_refused_by_name() -> None:
     vae.decoder.forward = forward
     with pytest.raises(UnsupportedError, match="what a tile of AutoencoderKL holds cannot be told without data"):
         measure(vae, (1, 4, 64, 64))
+
+
+def test_settings_that_a_decode_depends_on_are_measured_apart() -> None:
+    """What a program sets on a VAE after it was made is not in its config."""
+    vae, shape = tiny.build("AutoencoderKL"), (2, 4, 64, 64)
+    plain = footprint_of(vae, shape)
+    vae.use_slicing = True
+    assert footprint_of(vae, shape).peak_bytes(1000) < plain.peak_bytes(1000)
+    vae.use_slicing = False
+    assert footprint_of(vae, shape) == plain
+    with torch.autocast("cpu", torch.bfloat16):
+        footprint_of(vae, shape)
+    assert footprint_of(vae, shape) == plain
+    vae.set_attn_processor(AttnProcessor())
+    dense = footprint_of(vae, shape)
+    assert dense.peak_bytes(128 * 128) > 2 * plain.peak_bytes(128 * 128), "scores for each pair of cells"
+
+
+def test_weights_on_meta_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="meta device"):
+        footprint_of(tiny.build("AutoencoderKL").to("meta"), (1, 4, 64, 64))
+    assert not cache_path().exists()
+
+
+def test_an_empty_variable_is_none(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HALOTILE_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_path() == tmp_path / "halotile" / "footprints.json"

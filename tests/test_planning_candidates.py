@@ -196,7 +196,9 @@ def test_the_bytes_are_those_of_the_window_within_the_picture() -> None:
     ("shape", "ranks"), [((16, 16), 2), ((20, 20), 10), ((128, 128), 64), ((4, 4), 100), ((1, 1), 1), ((512, 512), 500)]
 )
 def test_a_picture_without_a_grid_says_why_and_its_advice_works(shape, ranks) -> None:
-    with pytest.raises(PlanError, match=rf"^{ranks} ranks? take {max(2, ranks)} to {4 * ranks} tiles, but") as refused:
+    with pytest.raises(
+        PlanError, match=rf"^{ranks} ranks? takes? {max(2, ranks)} to {4 * ranks} tiles, but"
+    ) as refused:
         candidates(shape, 8, ranks, anything)
     message = str(refused.value)
     assert f"at least {max(16, ranks)} latents" in message

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import tiny_vaes as tiny
 import torch
+from ranks import run_ranks
 
 import halotile
 from halotile import PlanError, UnsupportedError
@@ -140,3 +141,69 @@ def test_refusals_name_the_reason() -> None:
         halotile.apply_tile_plan(wan, halotile.price_window(vae, (1, 4, 64, 64), 2, (24, 24), (8, 8)))
     assert vars(wan) == held
     halotile.apply_tile_plan(vae, plan)
+
+
+def _plan_alone(group):
+    """Rank 0 plans on a parallelized VAE, the other does not; both then decode."""
+    vae, z = tiny.build("AutoencoderKL"), tiny.latent("AutoencoderKL")
+    with halotile.parallelize(vae, group, "tile") as handle:
+        if group.rank() == 0:
+            assert halotile.plan(vae, (1, 4, 64, 64), 2)
+        vae.decode(z)
+        return handle.report.calls
+
+
+def test_planning_on_a_parallelized_vae_is_no_call_of_its_group(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HALOTILE_CACHE", str(tmp_path))
+    first, second = run_ranks(_plan_alone, 2)
+    assert first == second
+
+
+def test_a_shape_plan_after_strips_has_an_overlap_again() -> None:
+    vae = tiny.build("AutoencoderKLWan_2.1")
+    halotile.apply_tile_plan(vae, halotile.plan(vae, shape_of("AutoencoderKLWan_2.1", 64, 32), 2)[0])
+    shape = halotile.tile_shape_plan(vae, 256, 256)
+    assert shape["tile_sample_stride_width"] < 256
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderKLHunyuanVideo15"])
+def test_the_classs_own_way_of_setting_a_window_is_heard_after_a_rectangle(kind: str) -> None:
+    vae, fresh = tiny.build(kind), tiny.build(kind)
+    halotile.apply_tile_plan(vae, halotile.plan(vae, shape_of(kind, 64, 48), 3)[-1])
+    ratio = family_of(vae).ratio(vae)
+    names = ["size"] if hasattr(vae, "tile_sample_min_size") else ["height", "width"]
+    own = {f"tile_sample_min_{name}": 16 * ratio for name in names}
+    if kind == "AutoencoderKL":
+        halotile.families.set_window(vae, 16 * ratio, 12 * ratio)
+        halotile.families.set_window(fresh, 16 * ratio, 12 * ratio)
+    else:
+        for each in (vae, fresh):
+            halotile.enable_tiling(each, tile_overlap_factor=0.25, **own)
+    tilings = [
+        halotile.families.loop_tilings(each, (16 * ratio,) * 2, (4 * ratio,) * 2, (64 * ratio, 48 * ratio))
+        for each in (vae, fresh)
+    ]
+    assert tilings[0] == tilings[1]
+    assert {name: value for name, value in vars(vae).items() if name.startswith("tile_")} == {
+        name: value for name, value in vars(fresh).items() if name.startswith("tile_")
+    }
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"tile_overlap_factor": float("nan")},
+        {"tile_overlap_factor": 2.0},
+        {"tile_overlap_factor": -0.5},
+        {"tile_sample_min_size": float("nan")},
+        {"tile_sample_min_size": -8},
+        {"tile_sample_min_size": (64, 0)},
+    ],
+)
+def test_numbers_that_cannot_be_are_not_set(plan) -> None:
+    vae = tiny.build("AutoencoderKL")
+    before = dict(vars(vae))
+    with pytest.raises(PlanError, match=r"of the plan is|the plan is empty"):
+        halotile.apply_tile_plan(vae, plan)
+    assert vars(vae) == before

@@ -6,6 +6,8 @@ on every machine, so equal tensors make equal PNG files.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -77,17 +79,32 @@ def read_video(path: Path, max_frames: int | None = None) -> tuple[Tensor, Fract
 
 def write_video(path: Path, pixels: Tensor, fps: Fraction) -> None:
     """Write `1 3 F H W` as H.264 (yuv420p); an odd height or width repeats its last row or column to become even."""
+    with clip_writer(path, fps) as write:
+        write(pixels)
+
+
+@contextmanager
+def clip_writer(path: Path, fps: Fraction) -> Iterator[Callable[[Tensor], None]]:
+    """A function that appends frames `1 3 f H W` to a clip; see `write_video`. The file appears when it is complete."""
     av = _pyav()
     if path.suffix.lower() not in CLIP_SUFFIXES:
         raise FileError(f"{path}: a clip needs one of the suffixes {' '.join(CLIP_SUFFIXES)}")
-    frames = _frames(pixels)
-    height, width = frames.shape[1:3]
     with staged(path) as part, av.open(str(part), "w") as container:
         stream = container.add_stream("libx264", rate=fps, options={"crf": CLIP_QUALITY})
-        stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
-        for frame in frames:
-            even = np.pad(to_bytes(frame), ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+        sized = False
+
+        def write(pixels: Tensor) -> None:
+            frames = _frames(pixels)
+            height, width = frames.shape[1:3]
+            nonlocal sized
+            if not sized:
+                sized = True
+                stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
+            for frame in frames:
+                even = np.pad(to_bytes(frame), ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+
+        yield write
         container.mux(stream.encode())
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from halotile.errors import PlanError
+from halotile.planning.tilings import DimensionTilingConfig, TileCountConfig
 
 
 class Strategy(str, Enum):
@@ -77,6 +78,16 @@ OverlapOption = Annotated[
 ProfileOption = Annotated[
     Profile | None, typer.Option("--profile", help="A window that `halotile plan` proposes for these ranks.")
 ]
+GridOption = Annotated[
+    str | None,
+    typer.Option(
+        "--grid", metavar="FxHxW", help="halotile's own tiles: how many along frames, height and width, such as 1x8x1."
+    ),
+]
+GridOverlapOption = Annotated[
+    str | None,
+    typer.Option("--grid-overlap", metavar="FxHxW", help="Latents that tiles of --grid share. (default: 0x0x0)"),
+]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Precision that the VAE runs in.")]
 DeviceOption = Annotated[
     Device | None, typer.Option("--device", help="(default: cuda where it has a device for each rank, else cpu)")
@@ -132,9 +143,27 @@ class Spread:
         )
 
 
+def grid_of(grid: str | None, overlap: str | None) -> TileCountConfig | None:
+    """Tiles by count from --grid and --grid-overlap; raises `PlanError` for what is none."""
+    if grid is None:
+        if overlap is not None:
+            raise PlanError(f"--grid-overlap {overlap} needs --grid")
+        return None
+    counts = _numbers("--grid", grid, 3, "FxHxW: tiles along frames, height and width, such as 1x8x1")
+    shared: tuple[int, ...] = (0, 0, 0)
+    if overlap is not None:
+        shared = _numbers("--grid-overlap", overlap, 3, "FxHxW: latents along frames, height and width, such as 0x4x0")
+    return TileCountConfig(*map(DimensionTilingConfig, counts, shared))
+
+
 def pixels_of(option: str, text: str) -> tuple[int, int]:
     """Height and width of an option such as 432x296; raises `PlanError` for anything else."""
-    sides = text.lower().split("x")
-    if len(sides) != 2 or not all(side.isascii() and side.isdigit() for side in sides):
-        raise PlanError(f"{option} {text!r} is not HxW: height and width in pixels, such as 432x296")
-    return int(sides[0]), int(sides[1])
+    height, width = _numbers(option, text, 2, "HxW: height and width in pixels, such as 432x296")
+    return height, width
+
+
+def _numbers(option: str, text: str, count: int, what: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if len(parts) != count or not all(part.isascii() and part.isdigit() for part in parts):
+        raise PlanError(f"{option} {text!r} is not {what}")
+    return tuple(map(int, parts))

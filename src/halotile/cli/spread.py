@@ -22,6 +22,7 @@ from halotile.comm import Call, Ranks
 from halotile.decode.patch import patched
 from halotile.decode.propose import price_window
 from halotile.decode.report import DecodeReport
+from halotile.decode.stitch import stand_ins
 from halotile.errors import PlanError, UnsupportedError
 from halotile.families import Half, check_loop, family_of, set_window
 from halotile.planning import TilePlan
@@ -131,8 +132,7 @@ def decode_alone(vae: Any, latents: Tensor, seat: Seat) -> Tensor:
     tiled = getattr(vae, "use_tiling", False)
     mended = check_loop(vae, "decode", tuple(latents.shape)) if tiled else {}
     # windows that the class's own loop does not know
-    loop = halotile.tiled_decode_for(vae) if tiled and family_of(vae) is not None else None
-    own = {} if loop is None else {"tiled_decode": loop}
+    own = stand_ins(vae, "decode") if tiled and family_of(vae) is not None else {}
     with patched(vae, **mended, **own):
         pixels = _decode(vae, latents)
     assert pixels is not None

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halotile.decode.foresee import restored
 from halotile.decode.memory import Watch
 from halotile.decode.patch import patched
-from halotile.errors import UnsupportedError
+from halotile.errors import PlanError, UnsupportedError
 from halotile.families.cuts import temporal_chunks
 
 Term = tuple[float, float, float]
@@ -42,6 +42,10 @@ class Footprint:
 
     terms: tuple[Term, ...]
 
+    def __post_init__(self) -> None:
+        if not self.terms or not all(0 <= number < math.inf for term in self.terms for number in term):
+            raise PlanError(f"a footprint has at least one term, of numbers from 0: got {self.terms}")
+
     def peak_bytes(self, cells: int) -> int:
         """Predicted bytes for a tile of so many cells."""
         return math.ceil(max(fixed + cells * (a + cells * b) for fixed, a, b in self.terms))
@@ -57,7 +61,7 @@ def footprint_of(vae: Any, latent_shape: Sequence[int]) -> Footprint:
     known = _read(path)
     try:
         return Footprint(tuple((float(f), float(a), float(b)) for f, a, b in known[key]["terms"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, PlanError):
         pass
     measured = measure(vae, latent_shape)
     _write(path, known | {key: {"terms": measured.terms, "about": "bytes, bytes a latent cell, bytes a pair of cells"}})
@@ -79,6 +83,8 @@ def measure(vae: Any, latent_shape: Sequence[int]) -> Footprint:
             f"{type(vae).__name__} makes other tensors for tiles of {sides[1]} latents than of {sides[0]}, so what a "
             "larger tile holds does not follow from small ones"
         )
+    if not small:
+        raise UnsupportedError(f"{type(vae).__name__} is on the meta device, where nothing holds memory")
     alive, moments = (0.0, 0.0, 0.0), set()
     for (_, before), (_, after) in zip(small, large, strict=True):
         fixed, a, b = _growth(abs(before), abs(after), sides[0] ** 2, sides[1] ** 2)
@@ -91,7 +97,7 @@ def measure(vae: Any, latent_shape: Sequence[int]) -> Footprint:
 def cache_path() -> Path:
     """The file of measured footprints: `$HALOTILE_CACHE/footprints.json`, by default in the user's cache folder."""
     folder = os.environ.get("HALOTILE_CACHE")
-    if folder is None:
+    if not folder:
         folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "halotile")
     return Path(folder) / "footprints.json"
 
@@ -122,7 +128,8 @@ def _changes(vae: Any, shape: tuple[int, ...]) -> list[tuple[int, int]]:
             latents = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             more = {"temb": latents.new_zeros(shape[0])} if vae.config.get("timestep_conditioning") else {}
             with watch:
-                result = vae.decode(latents, **more)
+                # not what `parallelize` put in its place: planning is no call of a group
+                result = type(vae).decode(vae, latents, **more)
             # what is let go of after the decode is not its business
             found = list(watch.all)
             del result
@@ -155,7 +162,14 @@ def _key(vae: Any, latent_shape: Sequence[int]) -> str:
     config = json.dumps(dict(vae.config), sort_keys=True, default=str)
     # a loop over frames holds its chunks
     chunks = temporal_chunks(vae, tuple(latent_shape))
-    facts = f"{config} {chunks} torch {torch.__version__} diffusers {version('diffusers')} {weight.device.type}"
+    # what programs set on a VAE, and takes part in what a decode holds
+    settings = {name: value for name, value in vars(vae).items() if isinstance(value, (bool, int, float, str))}
+    settings = {name: value for name, value in settings.items() if not name.startswith(("tile_", "use_tiling"))}
+    processors = sorted({type(part.processor).__name__ for part in vae.modules() if hasattr(part, "processor")})
+    kind = weight.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    set_to = f"{sorted(settings.items())} {processors} {autocast}"
+    facts = f"{config} {chunks} {set_to} torch {torch.__version__} diffusers {version('diffusers')} {kind}"
     lead = " x ".join(map(str, latent_shape[:-2]))
     return f"{type(vae).__name__} {str(weight.dtype)[6:]} {lead} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
@@ -163,7 +177,7 @@ def _key(vae: Any, latent_shape: Sequence[int]) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         known = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) else {}
 
@@ -175,4 +189,4 @@ def _write(path: Path, known: dict[str, Any]) -> None:
         part.write_text(json.dumps(known, indent=1))
         os.replace(part, path)
     except OSError:
-        pass
+        part.unlink(missing_ok=True) if part.parent.is_dir() else None

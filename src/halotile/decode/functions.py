@@ -12,8 +12,9 @@ from halotile.decode.door import tensor_of
 from halotile.decode.options import Progress, Strategy
 from halotile.decode.parallelize import HALVES, Handle, handle_of, parallelize
 from halotile.errors import HalotileError, UnsupportedError
-from halotile.families import Half, sync_window
+from halotile.families import Half, drop_added, sync_window
 from halotile.planning import Scheduler
+from halotile.planning.tilings import Tiling
 
 
 def decode(
@@ -21,7 +22,7 @@ def decode(
     latents: torch.Tensor,
     group: dist.ProcessGroup | Ranks | None = None,
     strategy: Strategy = "auto",
-    tiling: None = None,
+    tiling: Tiling | None = None,
     deliver: Deliver = "all",
     driver: int = 0,
     *,
@@ -49,7 +50,7 @@ def encode(
     pixels: torch.Tensor,
     group: dist.ProcessGroup | Ranks | None = None,
     strategy: Strategy = "auto",
-    tiling: None = None,
+    tiling: Tiling | None = None,
     deliver: Deliver = "all",
     driver: int = 0,
     *,
@@ -90,6 +91,8 @@ def enable_tiling(vae: Any, process_group: dist.ProcessGroup | Ranks | None = No
         own_method(**own)
     except TypeError as error:
         raise UnsupportedError(f"{name}.enable_tiling does not take {', '.join(own)}: {error}") from error
+    if own:
+        drop_added(vae)
     if not any("latent" in argument for argument in own):
         sync_window(vae)
     earlier = handle_of(vae)
@@ -103,11 +106,7 @@ def _once(
 ) -> torch.Tensor | None:
     ranks = Ranks.of(group)
     try:
-        if handle_of(vae) is not None:
-            raise UnsupportedError(
-                f"this {type(vae).__name__} is parallelized: call its {half} method, or remove() its handle first"
-            )
-        target = vae if _has_methods(vae) else PlainCallable(vae)
+        target = as_vae(vae, half)
         handle = parallelize(target, group, halves=(half,), **options)
     except HalotileError as error:
         # the other ranks are making this call, and count it
@@ -115,6 +114,15 @@ def _once(
         raise
     with handle:
         return tensor_of(getattr(target, half)(x, **own))
+
+
+def as_vae(vae: Any, half: Half) -> Any:
+    """`vae`, or a plain callable in the shape of one. Raises UnsupportedError where it is parallelized already."""
+    if handle_of(vae) is not None:
+        raise UnsupportedError(
+            f"this {type(vae).__name__} is parallelized: call its {half} method, or remove() its handle first"
+        )
+    return vae if _has_methods(vae) else PlainCallable(vae)
 
 
 def _has_methods(vae: Any) -> bool:

@@ -86,8 +86,8 @@ def price_window(
         TileGrid(tilings),
         _ratio(vae),
         ranks,
-        window_px=window_px,
-        overlap_px=overlap_px,
+        window_px=(window_px[0], window_px[1]),
+        overlap_px=(overlap_px[0], overlap_px[1]),
         scheduler=scheduler,
         frames=frames,
         time=time,
@@ -96,9 +96,10 @@ def price_window(
 
 
 def _checked(vae: Any, latent_shape: Sequence[int]) -> tuple[int, ...]:
-    shape = tuple(latent_shape)
+    shape = tuple(latent_shape) if isinstance(latent_shape, (tuple, list)) else ()
     if len(shape) not in (4, 5) or any(type(size) is not int or size < 1 for size in shape):
-        raise PlanError(f"latent_shape is {shape}; it must be B C H W or B C F H W, all at least 1")
+        given = tuple(latent_shape) if shape else type(latent_shape).__name__
+        raise PlanError(f"latent_shape is {given}; it must be B C H W or B C F H W, all at least 1")
     if family_of(vae) is None:
         raise UnsupportedError(
             f"{type(vae).__name__} has no row in halotile.families, so its windows are not known; set them yourself"

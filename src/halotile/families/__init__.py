@@ -4,6 +4,7 @@ from halotile.families.axis_loop import AXES, Axis, AxisLoop, Half
 from halotile.families.check import (
     check_frames,
     check_loop,
+    drop_added,
     set_window,
     sync_window,
     temporal_loop_runs,
@@ -37,6 +38,7 @@ __all__ = [
     "check_frames",
     "check_loop",
     "check_request",
+    "drop_added",
     "family_of",
     "loop_tilings",
     "possible",

@@ -6,7 +6,7 @@ from typing import Any
 
 from halotile.errors import PlanError, UnsupportedError
 from halotile.families.axis_loop import AXES, AxisLoop, Half
-from halotile.families.exact import own_window
+from halotile.families.exact import own_window, set_attributes
 from halotile.families.family import Family
 from halotile.families.loops import AxisStride
 from halotile.families.request import apply_tile_plan
@@ -103,6 +103,13 @@ def set_window(vae: Any, window_px: int, stride_px: int) -> None:
     if isinstance(found, str):
         raise PlanError(f"{name} cannot have a window of {window_px} px with a stride of {stride_px} px: {found}")
     apply_tile_plan(vae, found)
+
+
+def drop_added(vae: Any) -> None:
+    """Remove what halotile added for an earlier plan: the class's own attributes say the window now."""
+    family = family_of(vae)
+    if family is not None:
+        set_attributes(vae, dict.fromkeys(family.layout.extra_names))
 
 
 def sync_window(vae: Any) -> None:

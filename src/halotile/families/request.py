@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import product
 from typing import Any, Literal, overload
@@ -39,8 +40,8 @@ def tile_shape_plan(
     result is (attributes, reason), one of them None.
 
     The attributes are all that the window and the overlap take, so that they are right together whatever was set
-    before. As no overlap is asked for here, its share of the window stays what it is (a quarter where what is set makes
-    no sense), to the nearest whole latent that the class can have; `tile_overlap_plan` then asks for one exactly.
+    before. As no overlap is asked for here, its share of the window stays what it is (a quarter where that is 0 or
+    makes no sense), to the nearest whole latent that the class can have; `tile_overlap_plan` then asks for one exactly.
 
     Classes whose own loop knows one square window (AutoencoderKL and its kin) take others by attributes that halotile
     adds: `tile_sample_min_height`, `tile_sample_min_width`, and strides. `parallelize` and `tiled_decode_for` obey
@@ -116,6 +117,8 @@ def apply_tile_plan(vae: Any, plan: Mapping[str, Any] | TilePlan) -> None:
             f"the plan is {plan!r}, not a dict of attributes; if {name} cannot have what was asked, explain=True of "
             "tile_shape_plan and tile_overlap_plan says why"
         )
+    if not plan:
+        raise PlanError(f"the plan is empty: it would set nothing on {name}")
     known = (*layout.window_names, *layout.overlap_names)
     for key, value in plan.items():
         if key not in known:
@@ -123,6 +126,10 @@ def apply_tile_plan(vae: Any, plan: Mapping[str, Any] | TilePlan) -> None:
         parts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in parts):
             raise PlanError(f"{key} of the plan is {value!r}, which is not a number")
+        limit = 1 if "factor" in key else math.inf
+        least = 0 if "factor" in key or "overlap" in key else 1
+        if not all(least <= part < limit for part in parts):
+            raise PlanError(f"{key} of the plan is {value!r}; it must be at least {least} and less than {limit}")
     set_attributes(vae, {**changes_of(layout, plan), "use_tiling": True})
 
 
@@ -213,9 +220,10 @@ def _shape(vae: Any, family: Family, window: Pixels) -> Attributes | str:
 def _carried(loop: AxisLoop, window: int, least: int) -> int:
     """The overlap of a new window, in latents, whose share of it is that which is set now, or a quarter."""
     shared, of = loop.window - loop.stride, loop.window
-    if not 0 <= shared < of:
+    if not 0 < shared < of:
+        # an overlap of 0 is mostly that of an axis which was one tile
         shared, of = 1, 4
-    return min(max((2 * shared * window + of) // (2 * of), least, 1 if shared else 0), window - 1)
+    return min(max((2 * shared * window + of) // (2 * of), least, 1), window - 1)
 
 
 def _overlap(vae: Any, family: Family, overlap: Pixels, sample: Pixels | None) -> Attributes | str:

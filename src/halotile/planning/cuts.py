@@ -122,9 +122,11 @@ def why_no_grid(limits: Limits) -> str:
         else:
             many = middle
     works = f"plan for {fewer} rank{'s' * (fewer > 1)}" if fewer else "decode it whole"
+    if limits.least_lat > 1 and replace(limits, least_lat=1).shapes():
+        works += f", or lower least_lat={limits.least_lat}"
+    who = f"{limits.ranks} ranks take" if limits.ranks > 1 else "1 rank takes"
     return (
-        f"{limits.ranks} rank{'s' * (limits.ranks > 1)} take {limits.least_tiles} to {limits.most_tiles} tiles, but "
+        f"{who} {limits.least_tiles} to {limits.most_tiles} tiles, but "
         f"windows of at least {limits.least_window} latents that share {limits.least_overlap} or more with the next "
-        f"one cut {height} x {width} latents into at most {rows} x {columns}; {works}, or lower "
-        f"least_lat={limits.least_lat}"
+        f"one cut {height} x {width} latents into at most {rows} x {columns}; {works}"
     )
