@@ -50,3 +50,7 @@ class LostGroupError(HalotileError, RuntimeError):
 
 class MissingRankError(HalotileError, TimeoutError):
     """Some ranks of the group did not arrive within the timeout. The message says which."""
+
+
+class BusyError(HalotileError, RuntimeError):
+    """The fleet is at work on another job, and does one at a time."""

@@ -1,6 +1,8 @@
 """Everything that travels between ranks, and how they agree. Group-local ranks everywhere."""
 
 from halotile.comm.agreement import Call, Phase
+from halotile.comm.mailbox import Mailbox
+from halotile.comm.mailbox_ends import Consumer, Letter, Producer
 from halotile.comm.pieces import Delivery, Piece
 from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
 from halotile.comm.rows import Arrivals, Deliver, begin_fetch, deliver_rows, empty_rows, fetch_rows, receiving
@@ -13,14 +15,18 @@ __all__ = [
     "Arrivals",
     "Board",
     "Call",
+    "Consumer",
     "Counters",
     "Deliver",
     "Delivery",
     "Exchange",
+    "Letter",
     "LinkError",
+    "Mailbox",
     "Message",
     "Phase",
     "Piece",
+    "Producer",
     "Ranks",
     "TorchTransport",
     "Transport",
