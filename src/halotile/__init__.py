@@ -1,16 +1,19 @@
 """halotile: decode and encode diffusion autoencoders over the ranks of a torch.distributed group."""
 
 from halotile import errors, families
+from halotile.builders import DistributedDecoderBuilder, DistributedVideoDecoder
 from halotile.comm import Ranks
 from halotile.decode import (
     DecodeReport,
     Handle,
+    Stream,
     decode,
     enable_tiling,
     encode,
     parallelize,
     plan,
     price_window,
+    stream,
     tiled_decode_for,
 )
 from halotile.errors import (
@@ -28,6 +31,13 @@ from halotile.errors import (
 from halotile.families import apply_tile_plan, tile_overlap_plan, tile_shape_plan
 from halotile.fleet import Fleet
 from halotile.planning import TilePlan
+from halotile.planning.tilings import (
+    DimensionSizeConfig,
+    DimensionTilingConfig,
+    TileCountConfig,
+    TileSizeConfig,
+    balanced_tile_split,
+)
 from halotile.spatial import SpatialTensor
 
 __version__ = "0.1.0"
@@ -35,6 +45,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BusyError",
     "DecodeReport",
+    "DimensionSizeConfig",
+    "DimensionTilingConfig",
+    "DistributedDecoderBuilder",
+    "DistributedVideoDecoder",
     "Fleet",
     "GradientError",
     "HalotileError",
@@ -47,9 +61,13 @@ __all__ = [
     "Ranks",
     "RemoteRankError",
     "SpatialTensor",
+    "Stream",
+    "TileCountConfig",
     "TilePlan",
+    "TileSizeConfig",
     "UnsupportedError",
     "apply_tile_plan",
+    "balanced_tile_split",
     "decode",
     "enable_tiling",
     "encode",
@@ -58,6 +76,7 @@ __all__ = [
     "parallelize",
     "plan",
     "price_window",
+    "stream",
     "tile_overlap_plan",
     "tile_shape_plan",
     "tiled_decode_for",

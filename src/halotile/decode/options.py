@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from halotile.comm import Deliver, Ranks
 from halotile.errors import PlanError, UnsupportedError
 from halotile.planning import SCHEDULERS, Scheduler
+from halotile.planning.tilings import TileCountConfig, TileSizeConfig, Tiling
 
 Strategy = Literal["auto", "serial", "tile", "shard", "hybrid"]
 Progress = Callable[[int, int], None]
@@ -26,6 +27,7 @@ class Options:
     scheduler: Scheduler = "balanced"
     strict: bool = False
     dim: int | None = None
+    tiling: Tiling | None = None
 
     def __post_init__(self) -> None:
         if self.strategy in _NOT_BUILT:
@@ -37,6 +39,16 @@ class Options:
         ):
             if value not in known:
                 raise PlanError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
+        if self.tiling is not None and not isinstance(self.tiling, (TileCountConfig, TileSizeConfig)):
+            raise UnsupportedError(
+                f"tiling={self.tiling!r} is not a tiling; give a TileCountConfig or a TileSizeConfig, or None for the "
+                "VAE's own tile loop"
+            )
+        if self.tiling is not None and self.strategy not in ("auto", "tile"):
+            raise PlanError(
+                f"tiling= is a grid of tiles, which strategy={self.strategy!r} would ignore; use strategy='tile', or "
+                "leave tiling out"
+            )
         if self.strict and self.strategy != "shard":
             raise PlanError(
                 "strict=True is about the operations of strategy='shard'; "

@@ -18,6 +18,7 @@ from halotile.decode.run import run_call
 from halotile.errors import PlanError, UnsupportedError
 from halotile.families import Half
 from halotile.planning import Scheduler
+from halotile.planning.tilings import Tiling
 
 HALVES: tuple[Half, ...] = ("decode", "encode")
 
@@ -27,7 +28,7 @@ def parallelize(
     group: dist.ProcessGroup | Ranks | None = None,
     strategy: Strategy = "auto",
     deliver: Deliver = "all",
-    tiling: None = None,
+    tiling: Tiling | None = None,
     scheduler: Scheduler = "balanced",
     halves: Sequence[Half] = HALVES,
     *,
@@ -56,8 +57,10 @@ def parallelize(
         every rank (`report.gathers`). dim: the spatial dim that `shard` and `deliver="sharded"` deal; None is height
         (-2), but the first spatial dim (2) for inputs of five dims of models that are not of diffusers: those are taken
         for volumes, `B C D H W`. A video decoder from elsewhere, `B C F H W`, is given -2.
-    timeout_s: how long to wait for ranks that do not come, or stop making progress. tiling: grids of halotile's own
-        are not in this version.
+    timeout_s: how long to wait for ranks that do not come, or stop making progress. tiling: a TileCountConfig or
+        TileSizeConfig: with `tile`, tiles of that grid, each run by the VAE's untiled call (or by the VAE's own loop,
+        where its tiling is on) and blended, in place of the VAE's own tiles. The result is then that of the grid:
+        approximate against the untiled call, and the same bits for every number of ranks.
 
     The result is equal to one rank's, bitwise (`serial`, `tile`: of the tiled call) or to rounding (`shard`: of the
     untiled one), in the dtype of the input; a picture in another dtype than the VAE's is cast to it once. Runs without
@@ -68,9 +71,9 @@ def parallelize(
     RemoteRankError on every rank. After a RemoteRankError or MissingRankError in the midst of a `shard` call the group
     is lost: later calls on it raise LostGroupError.
     """
-    if tiling is not None:
-        raise UnsupportedError("tiling= (grids of halotile's own) is not in this version; pass None for the VAE's loop")
-    options = Options(strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler, strict=strict, dim=dim)
+    options = Options(
+        strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler, strict=strict, dim=dim, tiling=tiling
+    )
     if isinstance(halves, str):
         raise PlanError(f"halves={halves!r}: give a tuple, such as ({halves!r},)")
     if progress is not None and not callable(progress):

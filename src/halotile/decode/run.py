@@ -15,11 +15,13 @@ from halotile.comm import Call, Ranks
 from halotile.decode.choose import choose, prepare
 from halotile.decode.deferred import Dealt, deal_loop, run_dealt
 from halotile.decode.door import Undelivered, cat_outputs, check_input, dtype_of, map_tensors
+from halotile.decode.grid import GridPlan, plan_grid, refuse_spatial, run_grid
 from halotile.decode.memory import Meter
 from halotile.decode.noise import Generators
 from halotile.decode.options import Options, Progress
-from halotile.decode.report import DecodeReport
+from halotile.decode.report import DecodeReport, Exactness
 from halotile.decode.shard import deal_rows, deliver, rows_dim, run_sharded
+from halotile.decode.streams import forget_streams, refuse_open_stream
 from halotile.errors import UnsupportedError
 from halotile.families import Half, family_of, temporal_note
 from halotile.spatial import Ledger, SpatialSpec
@@ -55,18 +57,25 @@ def run_call(
         shape = tuple(tensor.shape)
         dim = rows_dim(vae, shape, options.dim)
         strategy, reason = choose(vae, half, options, ranks)
-        reason += prepare(vae, half, shape, strategy, stack) + temporal_note(vae, half, shape)
+        if options.tiling is None:
+            reason += prepare(vae, half, shape, strategy, stack) + temporal_note(vae, half, shape)
         cast = tensor.to(dtype_of(vae, half, tensor.dtype))
-        work = partial(_by_samples, vae, original, args, kwargs)
+        work = partial(by_samples, vae, original, args, kwargs)
         plain = partial(work, cast)
-        plan = _plan(vae, half, tensor, dim, strategy, reason, options, call, plain)
-        generators = Generators(tensor.device, (*args, *kwargs.values()))
+        values = (*args, *kwargs.values())
+        plan = _plan(vae, half, cast, dim, strategy, reason, options, call, work, values)
+        generators = Generators(tensor.device, values)
         if plan.draws:
             call.note(generators.note())
+        refuse_open_stream(ranks.transport)
         call.meet(_facts(vae, half, tensor, options, plan))
+        forget_streams(ranks.transport)
         meter, ledger = Meter(tensor.device, shown=plan.spec is not None), Ledger(ranks, options.strict)
         extents: tuple[int, ...] | None = None
-        if plan.dealt is not None:
+        if plan.grid is not None:
+            total = plan.grid.grid.count
+            output = run_grid(vae, plan.grid, call, receivers, cast, work, values)
+        elif plan.dealt is not None:
             total = len(plan.dealt.recording.calls)
             output = run_dealt(vae, half, family_of(vae), plan.dealt, call, receivers, tensor.device, plain)
         elif plan.spec is not None:
@@ -92,10 +101,10 @@ def run_call(
         half=half,
         strategy=plan.strategy,
         reason=plan.reason + _gathered_note(ledger),
-        exactness="bitwise" if plan.spec is None else "allclose",
+        exactness=_exactness(plan),
         ranks=ranks.size,
-        tiles=1 if plan.dealt is None else len(plan.dealt.owners),
-        calls=total if plan.dealt is not None else len(receivers) if plan.spec is None else ranks.size,
+        tiles=1 if plan.owners is None else len(plan.owners),
+        calls=total if plan.owners is not None else len(receivers) if plan.spec is None else ranks.size,
         loads=_loads(tensor, dim, plan, receivers, ranks),
         messages=traffic.messages,
         bytes_sent=traffic.bytes_sent,
@@ -106,6 +115,12 @@ def run_call(
         attention_gathers=ledger.attention_gathers,
         peak_activation_bytes=meter.peak_bytes,
     )
+
+
+def _exactness(plan: _Plan) -> Exactness:
+    if plan.spec is not None:
+        return "allclose"
+    return "bitwise" if plan.grid is None else plan.grid.exactness
 
 
 def _gathered_note(ledger: Ledger) -> str:
@@ -124,17 +139,25 @@ class _Plan:
     reason: str
     dealt: Dealt | None = None
     spec: SpatialSpec | None = None
+    grid: GridPlan | None = None
+
+    @property
+    def owners(self) -> tuple[int, ...] | None:
+        """The rank of each tile, where there are tiles."""
+        return self.dealt.owners if self.dealt is not None else self.grid.owners if self.grid is not None else None
 
     @property
     def draws(self) -> bool:
-        """Whether noise may be drawn; a sharded call is not looked into beforehand."""
-        return self.spec is not None or (self.dealt is not None and self.dealt.draws)
+        """Whether noise may be drawn; sharded calls and grids are not looked into beforehand."""
+        return self.spec is not None or self.grid is not None or (self.dealt is not None and self.dealt.draws)
 
     @property
     def digest(self) -> str:
         """What all ranks must have alike."""
         if self.spec is not None:
             return f"rows of dim {self.spec.dim}: {self.spec.extents.sizes}"
+        if self.grid is not None:
+            return self.grid.digest
         return "" if self.dealt is None else self.dealt.digest
 
 
@@ -147,8 +170,14 @@ def _plan(
     reason: str,
     options: Options,
     call: Call,
-    plain: Callable[[], Any],
+    work: Callable[[Any], Any],
+    values: tuple[Any, ...],
 ) -> _Plan:
+    if options.tiling is not None:
+        refuse_spatial(values)
+        with call.shared_fate():
+            grid = plan_grid(vae, half, x, options.tiling, call.ranks.size, options.scheduler, work)
+        return _Plan(strategy, f"{reason}; {grid.text}{grid.notes}", grid=grid)
     if strategy == "shard":
         extents = deal_rows(vae, half, x.shape[dim], call.ranks.size)
         return _Plan(strategy, reason, spec=SpatialSpec(x.dim() + dim, extents))
@@ -156,7 +185,7 @@ def _plan(
         size = (x.shape[-2], x.shape[-1])
         try:
             with call.shared_fate():
-                dealt = deal_loop(vae, half, family_of(vae), call.ranks, options.scheduler, size, plain)
+                dealt = deal_loop(vae, half, family_of(vae), call.ranks, options.scheduler, size, partial(work, x))
             return _Plan(strategy, reason, dealt)
         except UnsupportedError as error:
             if options.strategy != "auto":
@@ -165,7 +194,7 @@ def _plan(
     return _Plan(strategy, reason)
 
 
-def _by_samples(
+def by_samples(
     vae: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor
 ) -> Any:
     """The VAE's own call; sample by sample where its slicing is on and does not work with every argument."""
@@ -213,6 +242,8 @@ def _loads(x: torch.Tensor, dim: int, plan: _Plan, receivers: Sequence[int], ran
     """Work a rank, in cells of the input."""
     if plan.dealt is not None:
         return plan.dealt.loads
+    if plan.grid is not None:
+        return plan.grid.loads
     cells = x.numel() // x.shape[1]
     if plan.spec is not None:
         return tuple(rows * (cells // x.shape[dim]) for rows in plan.spec.extents.sizes)

@@ -135,7 +135,13 @@ def _two_to_reflect(vae: Any, half: Half) -> int:
 
 # all checked by running each class: tests/test_tilings.py
 _FRAMES = Frames(_attribute("temporal_compression_ratio"))
-_DOUBLED = Frames(lambda vae: int(2 ** sum(map(bool, vae.config.temperal_downsample))))
+# with random weights, what such a tile makes differs from the whole by as much as there is (bench/grid_quality.py has a
+# trained model of another kind)
+_CACHED = (
+    "its network hands a cache from frame to frame, and a tile of frames that is run on its own would start without; "
+    "leave the frames of tiling= in one tile"
+)
+_DOUBLED = Frames(lambda vae: int(2 ** sum(map(bool, vae.config.temperal_downsample))), apart=_CACHED)
 _FOLDED = AxisStride(patch=lambda vae: int(vae.config.patch_size or 1))
 # its encode reads the flag for decoding; later chunks drop their last frame where the first is the one too many
 _LTX = Temporal(
@@ -246,7 +252,7 @@ _ROWS = (
         "AutoencoderKLMagvit",
         AxisStride(crossed=True),
         _SPATIAL,
-        frames=_FRAMES,
+        frames=Frames(_attribute("temporal_compression_ratio"), apart=_CACHED),
         carries="_clear_conv_cache",
         refuse=(_magvit_encode,),
     ),

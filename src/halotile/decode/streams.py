@@ -1,0 +1,73 @@
+"""Streams of a group: while one is under way the group makes no other call, and what one leaves behind is cleared."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import suppress
+from typing import Protocol
+from weakref import WeakKeyDictionary, ref
+
+from halotile.comm import Transport
+from halotile.errors import PlanError
+
+
+class Open(Protocol):
+    """A stream that its driver has not finished."""
+
+    @property
+    def where(self) -> str:
+        """How far it is."""
+
+
+class Remains(Protocol):
+    """What a stream leaves on a rank until the next call: tiles on their way, notes on the board."""
+
+    def linger(self) -> None:
+        """Wait until the driver has all tiles of this rank, or wants no more."""
+
+    def forget(self) -> None:
+        """Drop all of it; the driver is past the stream."""
+
+
+_open: WeakKeyDictionary[Transport, ref[Open]] = WeakKeyDictionary()
+_left: WeakKeyDictionary[Transport, list[Remains]] = WeakKeyDictionary()
+
+
+def begin_stream(transport: Transport, stream: Open) -> None:
+    """Let `transport` make no other call until `end_stream`, or until nobody holds `stream`."""
+    _open[transport] = ref(stream)
+
+
+def end_stream(transport: Transport) -> None:
+    """The driver's stream is over."""
+    _open.pop(transport, None)
+
+
+def refuse_open_stream(transport: Transport) -> None:
+    """Raise PlanError when this rank's last stream over the group is not over: its tiles are still coming."""
+    stream = _open[transport]() if transport in _open else None
+    if stream is not None:
+        raise PlanError(
+            f"a stream over this group is still open {stream.where}; iterate to its end, or close() it, before the "
+            "group's next call"
+        )
+
+
+def leave(transport: Transport, remains: Remains) -> None:
+    """Keep `remains` until the next call of the group, or the end of the program."""
+    _left.setdefault(transport, []).append(remains)
+
+
+def forget_streams(transport: Transport) -> None:
+    """Clear what earlier streams left: all ranks are in a later call."""
+    for remains in _left.pop(transport, []):
+        remains.forget()
+
+
+@atexit.register
+def _linger() -> None:
+    for left in list(_left.values()):
+        for remains in left:
+            # the program is ending, with or without the other ranks
+            with suppress(Exception):
+                remains.linger()

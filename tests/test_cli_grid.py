@@ -1,0 +1,60 @@
+"""`halotile decode --grid`: frames written while later ones are decoded; alone, with a fleet, under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import TORCHRUN, Bench, bench, fails, in_process, out, spawned  # noqa: F401 - fixtures
+
+from halotile.cli.media import read_video
+
+GRID = ("--grid", "1x2x2", "--grid-overlap", "0x2x2")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    # a kernel's rounding depends on how many threads share its work
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_clip_is_the_same_alone_with_a_fleet_and_under_torchrun(bench: Bench, out: Path) -> None:  # noqa: F811
+    decode = ("decode", bench.clip_latent, "--vae", bench.video_vae)
+    made = {name: out / f"{name}.mp4" for name in ("alone", "fleet", "torchrun")}
+    assert in_process(*decode, "-o", str(made["alone"]), *GRID) == 0
+    fleet = spawned(*decode, "-o", str(made["fleet"]), *GRID, "--ranks", "2")
+    assert (fleet.returncode, fleet.stderr) == (0, "")
+    run = spawned("-m", "halotile.cli", *decode, "-o", str(made["torchrun"]), *GRID, command=TORCHRUN)
+    assert run.returncode == 0, run.stderr
+    clips = [read_video(path) for path in made.values()]
+    assert all(torch.equal(clip, clips[0][0]) for clip, _ in clips)
+    # what was encoded: 4 frames of 38 x 60 px, 12 a second
+    assert (tuple(clips[0][0].shape), clips[0][1]) == ((1, 3, 4, 38, 60), 12)
+
+
+def test_a_picture_on_a_grid_and_tiles_within_tiles(bench: Bench, out: Path) -> None:  # noqa: F811
+    decode = ("decode", bench.photo_latent, "--vae", bench.image_vae)
+    assert in_process(*decode, "-o", str(out / "a.png"), *GRID) == 0
+    assert in_process(*decode, "-o", str(out / "b.png"), *GRID, "--tile", "16", "--stride", "8") == 0
+    done = spawned(*decode, "-o", str(out / "c.png"), *GRID, "--tile", "16", "--stride", "8", "--ranks", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (out / "b.png").read_bytes() == (out / "c.png").read_bytes() != (out / "a.png").read_bytes()
+
+
+def test_what_cannot_be_is_one_line(bench: Bench, fails, out: Path) -> None:  # noqa: F811
+    decode = ("decode", bench.clip_latent, "--vae", bench.video_vae, "-o", str(out / "a.mp4"))
+    bad = {
+        ("--grid", "2x2"): "--grid '2x2' is not FxHxW",
+        ("--grid", "0x2x2"): "num_tiles",
+        ("--grid-overlap", "0x1x1"): "--grid-overlap 0x1x1 needs --grid",
+        ("--grid", "1x2x2", "--strategy", "shard"): "--grid 1x2x2 would be ignored",
+        ("--grid", "1x99x1"): "99",
+    }
+    for arguments, said in bad.items():
+        assert said in fails(*decode, *arguments), arguments
+    line = spawned(*decode, "--grid", "1x99x1", "--ranks", "2")
+    assert (line.returncode, line.stdout) == (2, "")
+    assert line.stderr.count("\n") == 1
+    assert "99" in line.stderr
+    assert not any(out.iterdir())
