@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,10 @@ from halotile.decode.door import map_tensors
 from halotile.decode.latent_maps import Maps, maps_of
 from halotile.decode.reach import NO_MARGINS, Margins, margins_of
 from halotile.decode.report import Exactness
+from halotile.decode.tile_checks import check_tiles, source_shape
 from halotile.decode.tile_noise import TileNoise
-from halotile.errors import MismatchError, PlanError, UnsupportedError
-from halotile.families import Half, family_of, temporal_loop_runs, temporal_note
+from halotile.errors import MismatchError, UnsupportedError
+from halotile.families import Half, family_of
 from halotile.geometry import DimTiling, Interval
 from halotile.planning import Scheduler, deal, loads_of
 from halotile.planning.latent_grid import LatentGrid, Part, cut_latent, deal_early
@@ -105,7 +106,7 @@ def plan_grid(
     maps = maps_of(vae, half, x, tiling, work)
     grid = cut_latent(tiling, _lengths(half, x, maps), maps)
     parts = grid.parts(half)
-    notes = _check_tiles(vae, half, x, grid)
+    notes = check_tiles(vae, half, x, grid)
     costs = tuple(part.cells for part in parts)
     if early and scheduler == "balanced":
         row = len(parts) // grid.shape[0]
@@ -178,7 +179,7 @@ def make_tile(
 ) -> tuple[torch.Tensor, Any]:
     """What tile `index` adds to the result, `B C f h w` in one piece, and the VAE's output that it was in."""
     part, family = plan.parts[index], family_of(vae)
-    shape = _source_shape(x, part)
+    shape = source_shape(x, part)
     with ExitStack() as stack:
         if family is not None and family.carries is not None:
             clear = getattr(vae, family.carries)
@@ -237,39 +238,3 @@ def _lengths(half: Half, x: torch.Tensor, maps: Maps) -> tuple[int, int, int]:
         return cells
     frames, height, width = (along.latents(name, count) for along, name, count in zip(maps, DIMS, cells, strict=True))
     return frames, height, width
-
-
-def _source_shape(x: torch.Tensor, part: Part) -> tuple[int, ...]:
-    sides = part.source if x.dim() == 5 else part.source[1:]
-    return (*x.shape[:2], *map(len, sides))
-
-
-def _check_tiles(vae: Any, half: Half, x: torch.Tensor, grid: LatentGrid) -> str:
-    """Raise for a tile that the VAE's own loops, where they are on, would treat wrong; what else they do, in words."""
-    notes: dict[str, None] = {}
-    for shape in dict.fromkeys(_source_shape(x, part) for part in grid.parts(half)):
-        if grid.shape[0] > 1 and temporal_loop_runs(vae, half, shape):
-            family = family_of(vae)
-            assert family is not None
-            assert family.temporal is not None
-            loop = family.temporal
-            flag = loop.decode_flag if half == "decode" else loop.encode_flag
-            raise PlanError(
-                f"tiling= cuts the frames into {grid.shape[0]} tiles, and {type(vae).__name__}.{flag} would cut the "
-                f"{shape[2]} frames of such a tile again ({loop.window}={getattr(vae, loop.window)}): two temporal "
-                f"splits of a causal autoencoder do not go together; set vae.{flag} = False, or leave the frames of "
-                "tiling= in one tile"
-            )
-        with ExitStack() as stack:
-            notes[prepare(vae, half, shape, "serial", stack) + temporal_note(vae, half, shape)] = None
-    return "".join(notes)
-
-
-def refuse_spatial(values: Iterable[Any]) -> None:
-    """Raise UnsupportedError for further arguments with a height and width: every tile would get the whole of them."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dim() >= 4 and max(value.shape[-2:]) > 1:
-            raise UnsupportedError(
-                f"a further argument of shape {tuple(value.shape)} has a height and width, and tiling= does not know "
-                "how to cut it; leave tiling= out"
-            )

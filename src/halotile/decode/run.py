@@ -15,13 +15,14 @@ from halotile.comm import Call, Ranks
 from halotile.decode.choose import choose, prepare
 from halotile.decode.deferred import Dealt, deal_loop, run_dealt
 from halotile.decode.door import Undelivered, cat_outputs, check_input, dtype_of, map_tensors
-from halotile.decode.grid import GridPlan, plan_grid, refuse_spatial, run_grid
+from halotile.decode.grid import GridPlan, plan_grid, run_grid
 from halotile.decode.memory import Meter
 from halotile.decode.noise import Generators
 from halotile.decode.options import Options, Progress
 from halotile.decode.report import DecodeReport, Exactness
 from halotile.decode.shard import deal_rows, deliver, rows_dim, run_sharded
 from halotile.decode.streams import forget_streams, refuse_open_stream
+from halotile.decode.tile_checks import refuse_spatial
 from halotile.errors import UnsupportedError
 from halotile.families import Half, family_of, temporal_note
 from halotile.spatial import Ledger, SpatialSpec

@@ -14,13 +14,14 @@ from halotile.decode.batches import DeviceOf, Stream
 from halotile.decode.choose import check_class
 from halotile.decode.door import check_input, dtype_of
 from halotile.decode.functions import as_vae
-from halotile.decode.grid import make_tile, plan_grid, refuse_spatial
+from halotile.decode.grid import make_tile, plan_grid
 from halotile.decode.link import GroupLink
 from halotile.decode.mailbox_link import MailboxLink
 from halotile.decode.noise import Generators
 from halotile.decode.options import Options, Progress
 from halotile.decode.run import by_samples
 from halotile.decode.streams import forget_streams, leave, refuse_open_stream
+from halotile.decode.tile_checks import refuse_spatial
 from halotile.decode.tile_noise import TileNoise
 from halotile.errors import PlanError
 from halotile.planning import Scheduler
