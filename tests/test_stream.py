@@ -133,6 +133,14 @@ def _picture(group):
     return len(batches), not batches or torch.equal(batches[0], whole)
 
 
+def test_the_caller_may_change_its_latents_while_it_reads() -> None:
+    z, batches = _z(), []
+    for batch in _stream(tiny.build(LTX2), z, Ranks.alone()):
+        batches.append(batch)
+        z.zero_()
+    assert torch.equal(torch.cat(batches, 2), _whole())
+
+
 def test_a_picture_is_one_batch() -> None:
     assert run_ranks(_picture, 2) == [(1, True), (0, True)]
 

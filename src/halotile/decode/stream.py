@@ -79,7 +79,8 @@ def stream(
         options.receivers(ranks)
         tensor = check_input(latents, "decode")
         refuse_open_stream(ranks.transport)
-        x = tensor.to(dtype_of(target, "decode", tensor.dtype))
+        # a copy: the driver decodes its tiles when they are asked for, and the caller may change its latents meanwhile
+        x = tensor.to(dtype_of(target, "decode", tensor.dtype), copy=True)
         refuse_spatial(own.values())
         work = partial(by_samples, target, target.decode, (), own)
         with call.shared_fate():

@@ -237,7 +237,7 @@ class Fleet:
     def _end_crew(self) -> None:
         stream = self._stream() if self._stream is not None else None
         if stream is not None:
-            stream.close()
+            stream.cut_short("this fleet was closed or restarted before the stream had come to its end")
         crew = self._crew
         mine = crew.turn.acquire(blocking=False)
         if mine and (self._last is None or self._last.settled):

@@ -12,7 +12,7 @@ import torch
 
 from halotile.comm.parcel import Parcel
 from halotile.decode import DecodeReport, Progress
-from halotile.errors import MissingRankError
+from halotile.errors import LostGroupError, MissingRankError
 from halotile.fleet import messages
 from halotile.fleet.crew import Crew
 from halotile.fleet.messages import Cancel, End, Failure, Job, Result, Take, What
@@ -173,6 +173,7 @@ class FleetStream:
         self._running = running
         self._finished = finished
         self._open = True
+        self._cut_short = ""
         self._reading = threading.Lock()
 
     def __iter__(self) -> FleetStream:
@@ -180,6 +181,8 @@ class FleetStream:
 
     def __next__(self) -> torch.Tensor:
         with self._reading:
+            if self._cut_short:
+                raise LostGroupError(self._cut_short)
             if not self._open:
                 raise StopIteration
             try:
@@ -196,9 +199,18 @@ class FleetStream:
 
     def close(self) -> None:
         """Give up the rest of it. Returns at once; the fleet's next job begins when the workers have stopped."""
+        self._close("")
+
+    def cut_short(self, why: str) -> None:
+        """The fleet ends it: whoever reads on gets LostGroupError, and not what looks like the end."""
+        self._close(why)
+
+    def _close(self, why: str) -> None:
         # whoever reads it in another thread sees the workers' end
         if self._reading.acquire(blocking=False):
             try:
+                if self._open:
+                    self._cut_short = why
                 self._shut()
             finally:
                 self._reading.release()
