@@ -169,19 +169,19 @@ def test_kinds_follow_from_suffixes() -> None:
 
 def test_padding_repeats_the_edge_and_cropping_takes_it_off() -> None:
     picture = gradient(9, 15)
-    padded = pad_to_ratio(picture, Ratio(8, None))
+    padded = pad_to_ratio(picture, Ratio(8, None, 4))
     assert padded.shape == (1, 3, 16, 16)
     assert torch.equal(padded[..., 9:, :15], picture[..., -1:, :].expand(1, 3, 7, 15))
     assert torch.equal(crop_to_source(padded, Source.of("picture", picture, Fraction(1))), picture)
 
     clip = gradient(7, 8, 9)
-    padded = pad_to_ratio(clip, Ratio(8, 4))
+    padded = pad_to_ratio(clip, Ratio(8, 4, 16))
     assert padded.shape == (1, 3, 9, 8, 16)  # 9 = 1 + 2 * 4
     assert torch.equal(padded[:, :, 7:, :, :9], clip[:, :, -1:].expand(1, 3, 2, 8, 9))
     assert torch.equal(crop_to_source(padded, Source.of("clip", clip, Fraction(1))), clip)
 
     fits = gradient(9, 16, 16)
-    assert pad_to_ratio(fits, Ratio(8, 4)) is fits
+    assert pad_to_ratio(fits, Ratio(8, 4, 16)) is fits
 
 
 def test_a_decoded_picture_that_is_too_small_is_not_passed_off() -> None:
