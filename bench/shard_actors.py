@@ -116,6 +116,10 @@ class _Body:
             return f"{type(error).__name__}: {error}"
         return None
 
+    def halve(self) -> None:
+        """Keep the upper half of the latents."""
+        self.latents = self.latents[..., : self.latents.shape[-2] // 2, :].contiguous()
+
     def decode(self, contestant: Contestant, keep: bool) -> Took:
         """One timed decode; the ranks start it together. `keep` sends the picture along, and counts calls."""
         work = self._work(contestant)

@@ -36,10 +36,7 @@ from halotile.errors import (
 )
 from halotile.planning.tilings import DimensionTilingConfig
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="processes and what they hold are read from /proc"),
-]
+pytestmark = pytest.mark.timeout(120)
 NAME = "AutoencoderKLLTX2Video"
 THREE_BATCHES = TileCountConfig(frames=DimensionTilingConfig(3, 1))
 # latents of such a value are orders to the decoder of these tests

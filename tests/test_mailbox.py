@@ -8,7 +8,6 @@ import pickle
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +20,7 @@ import torch.multiprocessing as mp
 from halotile.comm import Mailbox
 from halotile.errors import MissingRankError, PlanError, UnsupportedError
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(sys.platform != "linux", reason="what is open is read from /proc"),
-]
+pytestmark = pytest.mark.timeout(60)
 TILE = (1, 3, 16, 16)
 
 
@@ -332,19 +328,19 @@ def test_a_user_whose_descriptors_are_all_on_their_way_waits(monkeypatch: pytest
     assert not refused
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_tensor_on_cuda() -> None:
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+def test_a_tensor_may_be_changed_once_it_is_sent(device: str) -> None:
     box = Mailbox(timeout_s=30)
-    with box.consumer([1]) as inbox, spawned(produce_on_cuda, box, 1):
+    with box.consumer([1]) as inbox, spawned(produce_on, box, 1, device):
         for index in range(20):
             _, got, (tile, empty) = inbox.receive(0)
-            assert (got, tile.device.type, empty.device.type) == (index, "cuda", "cuda")
+            assert (got, tile.device.type, empty.device.type) == (index, device, device)
             assert torch.equal(tile.cpu(), tile_of(1, index).to(torch.bfloat16))
 
 
-def produce_on_cuda(box: Mailbox, rank: int) -> None:
+def produce_on(box: Mailbox, rank: int, device: str) -> None:
     with box.producer(rank) as out:
         for index in range(20):
-            tile = tile_of(rank, index).to("cuda", torch.bfloat16)
+            tile = tile_of(rank, index).to(device, torch.bfloat16)
             out.send(0, index, [tile, tile[:0]])
             tile.zero_()

@@ -15,7 +15,8 @@ from headless import Browser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halotile.cli.figure import BY, figure_of, ink_on, rank_colour, shared_runs, write_figure
+from halotile.cli.figure import BY, figure_of, ink_on, rank_colour, shared_runs
+from halotile.cli.files import write_text
 from halotile.errors import PlanError
 from halotile.geometry import TileGrid, tile_by_loop
 from halotile.planning import TilePlan, price
@@ -66,7 +67,7 @@ def browser() -> Iterator[Browser]:
 def test_text_is_readable_in_a_browser(browser: Browser, tmp_path: Path, name: str) -> None:
     """No two texts touch, none is smaller than seven pixels, and all are inside the sheet."""
     path = tmp_path / "plan.svg"
-    write_figure(path, FIGURES[name], "AutoencoderKLHunyuanImageRefiner")
+    write_text(path, figure_of(FIGURES[name], "AutoencoderKLHunyuanImageRefiner"))
     width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', path.read_text("utf-8"))[0])
     browser.open(path, size=(width, height))
     boxes = browser.js(
@@ -157,7 +158,7 @@ def test_colours_of_ranks_differ_and_carry_their_numbers() -> None:
 
 
 def test_docs_show_the_worked_example() -> None:
-    """Made by `write_figure` of these plans; when the drawing changes, write and look at it again."""
+    """Made by `figure_of` of these plans; when the drawing changes, write and look at it again."""
     assert (DOCS / "plan.svg").read_text("utf-8") == figure_of(worked_example(), "AutoencoderKL")
 
 

@@ -13,7 +13,8 @@ from headless import Browser
 from test_plan_figure import plan_of, worked_example
 
 from halotile.cli.figure import shared_runs
-from halotile.cli.page import page_of, write_page
+from halotile.cli.files import write_text
+from halotile.cli.page import page_of
 from halotile.errors import PlanError
 from halotile.families import AxisLoop
 from halotile.geometry import DimTiling, Interval, TileGrid, tile_by_loop
@@ -37,7 +38,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, tmp_path: Path) -> Browser:
     """The worked example's page, the window of 54 x 37 latents shown."""
     path = tmp_path / "plan.html"
-    write_page(path, worked_example()[::-1], "AutoencoderKL", least_window_px=(128, 128), multiple_px=(16, 8))
+    write_text(path, page_of(worked_example()[::-1], "AutoencoderKL", least_window_px=(128, 128), multiple_px=(16, 8)))
     browser.open(path)
     return browser
 
@@ -130,7 +131,7 @@ def test_sliders_change_the_costs(page: Browser) -> None:
 
 def test_a_window_that_cannot_be_is_said(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
-    write_page(path, [plan_of((128, 128), (64, 64), (32, 32), 2)], "x", last="drop")
+    write_text(path, page_of([plan_of((128, 128), (64, 64), (32, 32), 2)], "x", last="drop"))
     browser.open(path)
     shown = _shown(browser)
     browser.js(
@@ -146,7 +147,7 @@ def test_a_window_that_cannot_be_is_said(browser: Browser, tmp_path: Path) -> No
 )
 def test_no_title_breaks_out_of_the_data(browser: Browser, tmp_path: Path, title: str) -> None:
     path = tmp_path / "plan.html"
-    write_page(path, worked_example(), title)
+    write_text(path, page_of(worked_example(), title))
     browser.open(path)
     assert browser.js("document.getElementById('title').textContent") == title
     assert browser.js("document.scripts.length") == 3
@@ -164,7 +165,7 @@ def test_nothing_is_fetched(page: Browser) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_contrast_in_light_and_dark(tmp_path: Path, dark: bool) -> None:
     path = tmp_path / "plan.html"
-    write_page(path, worked_example(), "x")
+    write_text(path, page_of(worked_example(), "x"))
     browser = Browser(dark=dark)
     try:
         browser.open(path)
@@ -180,7 +181,7 @@ def test_text_has_contrast_in_light_and_dark(tmp_path: Path, dark: bool) -> None
 
 def test_no_control_is_cut_off_on_a_phone(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
-    write_page(path, worked_example(), "AutoencoderKLHunyuanImageRefiner")
+    write_text(path, page_of(worked_example(), "AutoencoderKLHunyuanImageRefiner"))
     browser.open(path, size=(390, 800))
     assert browser.js("document.documentElement.scrollWidth <= innerWidth")
     assert browser.js("[...document.querySelectorAll('input')].every(i => i.getBoundingClientRect().width > 150)")

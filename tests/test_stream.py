@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
+from pathlib import Path
 
 import pytest
 import test_grid as grid
 import tiny_vaes as tiny
 import torch
+import torch.multiprocessing as mp
 from ranks import run_ranks
 
 import halotile
@@ -22,7 +25,7 @@ from halotile import (
     RemoteRankError,
     TileCountConfig,
 )
-from halotile.comm import run_virtual
+from halotile.comm import Mailbox, run_virtual
 
 D = DimensionTilingConfig
 LTX2, KL = grid.LTX2, grid.KL
@@ -407,6 +410,31 @@ def _wrong(group):
     with pytest.raises(RemoteRankError if rank else PlanError, match="height, 6 latents: 9 tiles"):
         _stream(vae, z, group, FOUR if rank else TileCountConfig(height=D(9, 0)))
     return grid.digest(grid.decode(vae, z, FOUR, group))
+
+
+def _killed(rank: int, folder: str, box: Mailbox | None) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    vae, made = tiny.build(LTX2), []
+    if rank == 2:
+        # after its first tile
+        vae.decoder.register_forward_hook(lambda *_: made.append(1) if not made else os.kill(os.getpid(), 9))
+    try:
+        list(_stream(vae, _z(), None, timeout_s=5, mailbox=box))
+    except MissingRankError as error:
+        (Path(folder) / f"said{rank}").write_text(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("carrier", ["group", "mailbox"])
+def test_a_rank_that_is_killed_is_missed_by_all_others(carrier: str, tmp_path: Path) -> None:
+    box = Mailbox(5.0) if carrier == "mailbox" else None
+    started = time.monotonic()
+    mp.start_processes(_killed, (str(tmp_path), box), nprocs=3, join=False, start_method="spawn")
+    said = [tmp_path / "said0", tmp_path / "said1"]
+    while time.monotonic() < started + 60 and not all(path.exists() and path.read_text() for path in said):
+        time.sleep(0.1)
+    assert all("2" in path.read_text() for path in said)
 
 
 def test_what_cannot_be_is_refused_on_every_rank_and_the_next_call_works() -> None:

@@ -18,7 +18,8 @@ from halotile import (
 )
 from halotile.families import family_of
 from halotile.geometry import Interval
-from halotile.planning.latent_grid import LatentMap, cut_latent, deal_early
+from halotile.planning.deal import deal_early
+from halotile.planning.latent_grid import LatentMap, cut_latent
 
 D, S = DimensionTilingConfig, DimensionSizeConfig
 PIXELS = LatentMap(8)

@@ -68,9 +68,10 @@ def _work(seat: Seat, job: Job) -> list[Measured] | None:
     import halotile
     from halotile.cli.options import Spread
     from halotile.cli.spread import decode, gathered
-    from halotile.cli.vaes import load_vae, ratio_of
+    from halotile.cli.vaes import ratio_of
+    from halotile.decode.folder import load_vae
 
-    vae = load_vae(job.vae, seat.device, job.dtype)
+    vae = load_vae(job.vae, seat.device, getattr(torch, job.dtype))
     shape = ratio_of(vae).latent_shape(job.height, job.width, job.frames)
     torch.manual_seed(0)
     latents = torch.randn(shape).to(seat.device, vae.dtype)

@@ -124,7 +124,7 @@ def _work(seat: Seat, job: Job) -> None:
 def read_for(path: Path, folder: Path) -> tuple[Tensor, Source]:
     """The latents `B C [F] H W` and what they were made from; `folder` must hold a VAE of the class that made them."""
     from halotile.cli.latents import read_latents
-    from halotile.cli.vaes import class_of
+    from halotile.decode.folder import class_of
 
     latents, source = read_latents(path)
     name = class_of(folder)
@@ -135,9 +135,12 @@ def read_for(path: Path, folder: Path) -> tuple[Tensor, Source]:
 
 def load(seat: Seat, path: Path, folder: Path, dtype: str) -> tuple[Any, Tensor, Source]:
     """The VAE on this rank's device, the latents `B C [F] H W` and what they were made from."""
-    from halotile.cli.vaes import check_latents, load_vae
+    import torch
+
+    from halotile.cli.vaes import check_latents
+    from halotile.decode.folder import load_vae
 
     latents, source = read_for(path, folder)
-    vae = load_vae(folder, seat.device, dtype)
+    vae = load_vae(folder, seat.device, getattr(torch, dtype))
     check_latents(vae, latents)
     return vae, latents, source

@@ -123,10 +123,11 @@ def _share(seat: Seat, exhibit: Exhibit) -> _Shown:
     """Encode and decode over the ranks."""
     from halotile.cli.latents import pad_to_ratio
     from halotile.cli.spread import decode, encode, set_tiling, total
-    from halotile.cli.vaes import fit_dims, load_vae, ratio_of
+    from halotile.cli.vaes import fit_dims, ratio_of
+    from halotile.decode.folder import load_vae
 
     pixels, fps = read_pixels(DATA / exhibit.source)
-    vae = load_vae(DATA / exhibit.vae, seat.device, "float32")
+    vae = load_vae(DATA / exhibit.vae, seat.device)
     padded = pad_to_ratio(fit_dims(vae, pixels), ratio_of(vae))
     set_tiling(vae, exhibit.spread, seat.ranks, "encode", padded)
     latents = encode(vae, padded, seat, exhibit.spread, f"encode {exhibit.source}")

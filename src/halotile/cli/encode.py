@@ -79,13 +79,16 @@ class Job:
 
 
 def _work(seat: Seat, job: Job) -> None:
+    import torch
+
     from halotile.cli.latents import DEFAULT_FPS, Source, pad_to_ratio, write_latents
     from halotile.cli.spread import encode as encode_on_ranks
     from halotile.cli.spread import set_tiling
-    from halotile.cli.vaes import fit_dims, load_vae, ratio_of
+    from halotile.cli.vaes import fit_dims, ratio_of
+    from halotile.decode.folder import load_vae
 
     pixels, fps = read_pixels(job.source, job.frames)
-    vae = load_vae(job.vae, seat.device, job.dtype)
+    vae = load_vae(job.vae, seat.device, getattr(torch, job.dtype))
     pixels = fit_dims(vae, pixels)
     padded = pad_to_ratio(pixels, ratio_of(vae))
     set_tiling(vae, job.spread, seat.ranks, "encode", padded)

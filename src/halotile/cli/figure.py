@@ -9,10 +9,8 @@ import colorsys
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 
-from halotile.cli.files import staged
 from halotile.cli.panels import RANK_COLOURS
 from halotile.errors import PlanError
 from halotile.geometry.tiling import DimTiling
@@ -26,13 +24,6 @@ LINE_H = 19
 PAPER, INK, FAINT = "#fafaf8", "#1e1e1e", "#66665f"
 BY = " \N{MULTIPLICATION SIGN} "
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-
-
-def write_figure(path: Path, plans: Sequence[TilePlan], title: str) -> None:
-    """Write one panel a plan as an SVG file; see `figure_of`."""
-    text = figure_of(plans, title)
-    with staged(path) as part:
-        part.write_text(text, encoding="utf-8")
 
 
 def figure_of(plans: Sequence[TilePlan], title: str) -> str:

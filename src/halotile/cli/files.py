@@ -75,6 +75,12 @@ def staged(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+    with staged(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def _signals_raise() -> Iterator[None]:
     """The launcher stops ranks with signals, which would skip the clean-up of a file that is being written."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Literal
 
 from halotile.cli.figure import ink_on, one_picture, rank_colour
-from halotile.cli.files import staged
 from halotile.errors import PlanError
 from halotile.planning import Scheduler, TilePlan, price
 
@@ -21,24 +19,6 @@ PLACE = "/*DATA*/null"
 MOST_RANKS = 64
 # JSON is valid inside a script element but for what the HTML parser sees first, and JavaScript's own line ends
 ESCAPES = {ord(mark): f"\\u{ord(mark):04x}" for mark in "<>&\u2028\u2029"}
-
-
-def write_page(
-    path: Path,
-    plans: Sequence[TilePlan],
-    title: str,
-    *,
-    least_window_px: tuple[int, int] | None = None,
-    multiple_px: tuple[int, int] | None = None,
-    last: Last = "clip",
-    scheduler: Scheduler = "balanced",
-) -> None:
-    """Write the page as one HTML file; see `page_of`."""
-    text = page_of(
-        plans, title, least_window_px=least_window_px, multiple_px=multiple_px, last=last, scheduler=scheduler
-    )
-    with staged(path) as part:
-        part.write_text(text, encoding="utf-8")
 
 
 def page_of(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halotile.cli.files import check_writable
+from halotile.cli.files import check_writable, write_text
 from halotile.cli.options import DType, DTypeOption, OverlapOption, VaeOption, WindowOption, pixels_of
 from halotile.errors import PlanError
 from halotile.planning import SCHEDULERS, Scheduler
@@ -55,7 +55,10 @@ def plan(
     The names coarse, balanced and fine describe geometry and promise no speed: `halotile bench` measures them. Memory
     is that of one tile's activations, without weights and without the pictures of finished tiles.
     """
-    from halotile.cli.vaes import load_vae, ratio_of
+    import torch
+
+    from halotile.cli.vaes import ratio_of
+    from halotile.decode.folder import load_vae
 
     dealt = _scheduler(scheduler)
     if overlap is not None and window is None:
@@ -64,23 +67,24 @@ def plan(
     for path in (svg, html):
         if path is not None:
             check_writable(path)
-    loaded = load_vae(vae, _cpu(), dtype.value)
+    loaded = load_vae(vae, torch.device("cpu"), getattr(torch, dtype.value))
     shape = ratio_of(loaded).latent_shape(height, width, frames)
     plans = plans_for(loaded, shape, ranks, budget, window, overlap, dealt)
     title = type(loaded).__name__
     if svg is not None:
-        from halotile.cli.figure import write_figure
+        from halotile.cli.figure import figure_of
 
-        write_figure(svg, plans, title)
+        write_text(svg, figure_of(plans, title))
     if html is not None:
-        from halotile.cli.page import write_page
+        from halotile.cli.page import page_of
         from halotile.families import family_of
 
         family = family_of(loaded)
         assert family is not None
         loop = family.layout.axes(loaded, "decode", shape[-2], shape[-1], family.ratio(loaded))[0]
         least = family.min_tile_lat(loaded, "decode") * plans[0].ratio
-        write_page(html, plans, title, least_window_px=(least, least), last=loop.last, scheduler=dealt)
+        page = page_of(plans, title, least_window_px=(least, least), last=loop.last, scheduler=dealt)
+        write_text(html, page)
     if as_json:
         print(json.dumps([each.to_dict() for each in plans], indent=2))
     else:
@@ -176,9 +180,3 @@ def title_of(what: str, plans: Sequence[TilePlan]) -> str:
     height, width = first.picture_px
     frames = f", {first.frames} latent frames" if first.frames > 1 else ""
     return f"{what}: {height} x {width} px{frames}, {first.ranks} ranks"
-
-
-def _cpu() -> Any:
-    import torch
-
-    return torch.device("cpu")

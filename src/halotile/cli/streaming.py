@@ -19,7 +19,8 @@ from halotile.cli.launch import Seat
 from halotile.cli.media import clip_writer, write_image
 from halotile.cli.options import Spread
 from halotile.cli.spread import NOISE_SEED, progress_bar, set_tiling
-from halotile.cli.vaes import check_latents, decode_arguments, load_vae
+from halotile.cli.vaes import check_latents, decode_arguments
+from halotile.decode.folder import load_vae, without_weights
 
 
 def stream_with_the_group(seat: Seat, job: Job) -> None:
@@ -45,12 +46,11 @@ def stream_with_a_fleet(job: Job, ranks: int, device: str | None) -> None:
     assert job.tiling is not None
     latents, source = read_for(job.latent, job.vae)
     devices = None if device is None else [f"cuda:{rank}" if device == "cuda" else device for rank in range(ranks)]
-    # what loads here is checked here, in one voice
-    vae = load_vae(job.vae, torch.device("cpu"), job.dtype)
+    # refused here, in one voice, before any rank is started
+    vae = without_weights(job.vae)
     check_latents(vae, latents)
+    latents = latents.to(getattr(torch, job.dtype))
     own: dict[str, Any] = decode_arguments(vae, latents)
-    latents = latents.to(vae.dtype)
-    del vae
     torch.manual_seed(NOISE_SEED)
     model = partial(_model, job.vae, job.dtype, job.spread, tuple(latents.shape))
     with (
@@ -62,7 +62,7 @@ def stream_with_a_fleet(job: Job, ranks: int, device: str | None) -> None:
 
 def _model(folder: Path, dtype: str, spread: Spread, shape: tuple[int, ...]) -> Any:
     """The VAE in a worker of a fleet."""
-    vae = load_vae(folder, torch.device("cpu"), dtype)
+    vae = load_vae(folder, torch.device("cpu"), getattr(torch, dtype))
     _tile_inside(vae, spread, torch.empty(shape, device="meta"))
     return vae
 

@@ -1,69 +1,20 @@
-"""A VAE folder in diffusers' `save_pretrained` layout, checked first, then loaded."""
+"""What the commands need to know of a VAE: its ratios, and what it takes."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers.utils import logging
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from halotile.cli.files import FileError
 from halotile.decode.door import tensor_of
 from halotile.errors import PlanError, UnsupportedError
+from halotile.families import takes_timestep
 
 PROBE_PX, PROBE_FRAMES = 64, 49  # 1 + 48: 4, 6 and 8 frames a latent frame divide it
 DECODE_TIMESTEP = 0.05  # what the pipelines of the timestep-conditioned LTX-Video decoders recommend
-
-
-def class_of(folder: Path) -> str:
-    """The diffusers class that `folder` holds, from its config.json; raises `FileError` where there is none."""
-    if not folder.is_dir():
-        raise FileError(f"{folder}: not a folder; --vae names a folder made by save_pretrained")
-    config = folder / "config.json"
-    try:
-        name = json.loads(config.read_text(encoding="utf-8")).get("_class_name")
-    except FileNotFoundError:
-        raise FileError(f"{folder}: no config.json in it; --vae names a folder made by save_pretrained") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise FileError(f"{config}: not a readable VAE configuration: {error}") from error
-    if not isinstance(name, str):
-        raise FileError(f"{config}: names no _class_name")
-    return name
-
-
-def load_vae(folder: Path, device: torch.device, dtype: str) -> Any:
-    """The VAE on `device` in the named dtype, for inference.
-
-    Raises `UnsupportedError` for a class that is no autoencoder, `FileError` for weights that are missing or damaged.
-    """
-    name = class_of(folder)
-    cls = getattr(diffusers, name, None)
-    if cls is None:
-        raise UnsupportedError(f"{folder}: diffusers {diffusers.__version__} has no class {name}")
-    if not (hasattr(cls, "encode") and hasattr(cls, "decode") and hasattr(cls, "from_pretrained")):
-        raise UnsupportedError(f"{folder}: {name} is not an autoencoder (it has no encode and decode)")
-    logging.set_verbosity_error()
-    try:
-        # not to(dtype) afterwards: some classes keep a part of themselves in float32
-        vae, found = cls.from_pretrained(
-            folder, torch_dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
-        )
-    except Exception as error:  # diffusers, safetensors and pickle each raise their own kinds
-        needs_accelerate = getattr(cls, "_keep_in_fp32_modules", None) and find_spec("accelerate") is None
-        hint = (
-            "diffusers loads this class only where the package accelerate is installed" if needs_accelerate else error
-        )
-        raise FileError(f"{folder}: cannot be loaded as {name}: {hint}") from error
-    if found["missing_keys"]:
-        raise FileError(f"{folder}: {len(found['missing_keys'])} weights are missing, {found['missing_keys'][0]} first")
-    return vae.to(device).eval().requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -149,6 +100,6 @@ def _size(tensor: Tensor) -> str:
 
 def decode_arguments(vae: Any, latents: Tensor) -> dict[str, Tensor]:
     """What the VAE's decode needs beside the latents `B C [F] H W`."""
-    if not vae.config.get("timestep_conditioning"):
+    if not takes_timestep(vae):
         return {}
     return {"temb": torch.full((latents.shape[0],), DECODE_TIMESTEP, device=latents.device, dtype=latents.dtype)}

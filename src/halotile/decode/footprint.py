@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from halotile.decode.foresee import restored
 from halotile.decode.memory import Watch
 from halotile.decode.patch import patched
 from halotile.errors import PlanError, UnsupportedError
+from halotile.families import takes_timestep
 from halotile.families.cuts import temporal_chunks
 
 Term = tuple[float, float, float]
@@ -126,7 +128,7 @@ def _changes(vae: Any, shape: tuple[int, ...]) -> list[tuple[int, int]]:
             FakeTensorMode(allow_non_fake_inputs=True),
         ):
             latents = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            more = {"temb": latents.new_zeros(shape[0])} if vae.config.get("timestep_conditioning") else {}
+            more = {"temb": latents.new_zeros(shape[0])} if takes_timestep(vae) else {}
             with watch:
                 # not what `parallelize` put in its place: planning is no call of a group
                 result = type(vae).decode(vae, latents, **more)
@@ -189,4 +191,5 @@ def _write(path: Path, known: dict[str, Any]) -> None:
         part.write_text(json.dumps(known, indent=1))
         os.replace(part, path)
     except OSError:
-        part.unlink(missing_ok=True) if part.parent.is_dir() else None
+        with suppress(OSError):
+            part.unlink()

@@ -26,7 +26,8 @@ from halotile.errors import MismatchError, UnsupportedError
 from halotile.families import Half, family_of
 from halotile.geometry import DimTiling, Interval
 from halotile.planning import Scheduler, deal, loads_of
-from halotile.planning.latent_grid import LatentGrid, Part, cut_latent, deal_early
+from halotile.planning.deal import deal_early
+from halotile.planning.latent_grid import LatentGrid, Part, cut_latent
 from halotile.planning.tilings import DIMS, Tiling
 
 Work = Callable[[Any], Any]

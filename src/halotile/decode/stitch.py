@@ -62,10 +62,7 @@ def run_loop(vae: Any, half: Half, family: Family, x: torch.Tensor) -> torch.Ten
 def _blended(vae: Any, x: torch.Tensor, loops: Loops, run: Run) -> torch.Tensor:
     """Each tile blended with the one above, then with the one to the left, then cut: AutoencoderKL.tiled_decode."""
     tall, wide = loops
-    tiles = [
-        [run(x[..., i : i + tall.window, j : j + wide.window]) for j in range(0, wide.length, wide.stride)]
-        for i in range(0, tall.length, tall.stride)
-    ]
+    tiles = [[run(x[..., i : i + tall.window, j : j + wide.window]) for j in wide.starts] for i in tall.starts]
     rows = []
     for i, row in enumerate(tiles):
         cut = []
@@ -84,8 +81,8 @@ def _masked(vae: Any, x: torch.Tensor, loops: Loops, run: Run) -> torch.Tensor:
     tall, wide = loops
     ramps = [(torch.arange(loop.out(loop.window)) / (loop.blend - 1)).clamp(0, 1).to(x.device) for loop in loops]
     out: torch.Tensor | None = None
-    for i in range(0, tall.length, tall.stride):
-        for j in range(0, wide.length, wide.stride):
+    for i in tall.starts:
+        for j in wide.starts:
             tile = run(x[..., i : i + tall.window, j : j + wide.window])
             if out is None:
                 # as the class has it: in float32 whatever the network returns

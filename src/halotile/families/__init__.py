@@ -7,6 +7,7 @@ from halotile.families.check import (
     drop_added,
     set_window,
     sync_window,
+    takes_timestep,
     temporal_loop_runs,
     temporal_note,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "possible",
     "set_window",
     "sync_window",
+    "takes_timestep",
     "temporal_loop_runs",
     "temporal_note",
     "tile_overlap_plan",

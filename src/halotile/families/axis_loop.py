@@ -71,14 +71,8 @@ class AxisLoop:
         """The tiles that the loop cuts, in cells of what the network is given. Raises PlanError when it loses cells."""
         if self.last == "clip":
             return tile_by_loop(self.length, self.window, self.stride)
-        starts = [i * self.stride for i in range(self.count)]
-        if self.last == "spread" and self.count > 1:
-            # what is too much goes to the overlaps, a latent at a time and in turn
-            step = 1 if self.half == "decode" else self.ratio
-            steps = (starts[-1] + self.window - self.length) // step
-            turns, rest = divmod(steps, self.count - 1)
-            starts = [start - step * (i * turns + min(i, rest)) for i, start in enumerate(starts)]
-        return DimTiling(self.length, tuple(Interval(start, min(start + self.window, self.length)) for start in starts))
+        tiles = (Interval(start, min(start + self.window, self.length)) for start in self.starts)
+        return DimTiling(self.length, tuple(tiles))
 
     def out(self, cells: int) -> int:
         """The length of the result of `cells` input cells."""

@@ -105,6 +105,11 @@ def set_window(vae: Any, window_px: int, stride_px: int) -> None:
     apply_tile_plan(vae, found)
 
 
+def takes_timestep(vae: Any) -> bool:
+    """Whether the VAE's decode takes the time step of the last denoising, `temb` (LTX-Video from 0.9.1 on)."""
+    return bool(vae.config.get("timestep_conditioning"))
+
+
 def drop_added(vae: Any) -> None:
     """Remove what halotile added for an earlier plan: the class's own attributes say the window now."""
     family = family_of(vae)

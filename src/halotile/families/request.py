@@ -103,7 +103,7 @@ def apply_tile_plan(vae: Any, plan: Mapping[str, Any] | TilePlan) -> None:
     this one does without, are removed.
 
     Raises PlanError for None (the VAE cannot have what was asked), for names that are not tiling attributes of the
-    class, for values that are no numbers, and for a TilePlan that the VAE cannot have.
+    class, for values that are no numbers or cannot be, and for a TilePlan that the VAE cannot have.
     """
     family = _row(vae)
     name, layout = type(vae).__name__, family.layout

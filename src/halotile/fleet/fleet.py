@@ -111,11 +111,10 @@ class Fleet:
         Raises what `halotile.decode` raises there, with the worker's traceback as its cause; BusyError while another
         job runs (`progress` and what other threads do included); LostGroupError when the fleet must be restarted.
         """
-        options = {
-            "strategy": strategy, "tiling": tiling, "scheduler": scheduler, "strict": strict, "dim": dim,
-            "timeout_s": timeout_s,
-        }  # fmt: skip
-        return self._call("decode", latents, options, own, progress)
+        return self._call(
+            "decode", latents, own, progress, strategy=strategy, tiling=tiling, scheduler=scheduler, strict=strict,
+            dim=dim, timeout_s=timeout_s,
+        )  # fmt: skip
 
     def encode(
         self,
@@ -131,11 +130,10 @@ class Fleet:
         **own: Any,
     ) -> torch.Tensor:
         """Encode `pixels` (`B C H W`, `B C F H W`, -1 to 1) on the workers; see `halotile.encode` and `decode`."""
-        options = {
-            "strategy": strategy, "tiling": tiling, "scheduler": scheduler, "strict": strict, "dim": dim,
-            "timeout_s": timeout_s,
-        }  # fmt: skip
-        return self._call("encode", pixels, options, own, progress)
+        return self._call(
+            "encode", pixels, own, progress, strategy=strategy, tiling=tiling, scheduler=scheduler, strict=strict,
+            dim=dim, timeout_s=timeout_s,
+        )  # fmt: skip
 
     def stream(
         self,
@@ -178,7 +176,7 @@ class Fleet:
         self.close()
 
     def _call(
-        self, half: Half, x: torch.Tensor, options: dict[str, Any], own: dict[str, Any], progress: Progress | None
+        self, half: Half, x: torch.Tensor, own: dict[str, Any], progress: Progress | None, **options: Any
     ) -> torch.Tensor:
         running = self._begin(half, x, options, own, progress)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import runpy
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from halotile.decode.folder import class_of, load_vae
 from halotile.errors import PlanError, UnsupportedError
 
 Source = str | os.PathLike[str] | Callable[[], Any]
@@ -29,7 +29,7 @@ def packed_source(source: Source) -> bytes:
     """`source` as it travels to the workers. Raises what is wrong with it, as far as that shows before it is loaded."""
     if isinstance(source, (str, os.PathLike)):
         folder = Path(source).resolve()
-        _class_name(folder)
+        class_of(folder)
         return pickle.dumps(folder)
     if not callable(source) or isinstance(source, torch.nn.Module):
         raise PlanError(
@@ -50,13 +50,10 @@ def load_model(source: bytes, device: torch.device, dtype: torch.dtype | None) -
     with importable(source):
         made = pickle.loads(source)
     if isinstance(made, Path):
-        model = _from_folder(made, dtype)
-    else:
-        model = made()
-        if isinstance(model, torch.nn.Module) and dtype is not None:
-            model = model.to(dtype)
+        return load_vae(made, device, dtype)
+    model = made()
     if isinstance(model, torch.nn.Module):
-        model = model.to(device).eval().requires_grad_(False)
+        model = (model if dtype is None else model.to(dtype)).to(device).eval().requires_grad_(False)
     return model
 
 
@@ -115,34 +112,3 @@ def _import_main() -> None:
     module = ModuleType("__mp_main__")
     module.__dict__.update(contents)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-
-
-def _class_name(folder: Path) -> str:
-    """The diffusers class that `folder` holds. Raises PlanError where there is none."""
-    if not folder.is_dir():
-        raise PlanError(f"{folder} is not a folder; give one made by save_pretrained, or a function that makes a model")
-    config = folder / "config.json"
-    if not config.is_file():
-        inside = [name for name in ("vae",) if (folder / name / "config.json").is_file()]
-        hint = f"; did you mean {folder / inside[0]}?" if inside else ""
-        raise PlanError(f"{folder} holds no config.json; give a VAE's folder made by save_pretrained{hint}")
-    try:
-        name = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{config} is no VAE's configuration that names its _class_name: {error!r}") from error
-    return str(name)
-
-
-def _from_folder(folder: Path, dtype: torch.dtype | None) -> Any:
-    import diffusers  # noqa: PLC0415 - an extra, which factories need not have
-
-    name = _class_name(folder)
-    cls = getattr(diffusers, name, None)
-    if cls is None or not hasattr(cls, "from_pretrained"):
-        raise UnsupportedError(f"{folder}: diffusers {diffusers.__version__} has no model class {name}")
-    # not to(dtype) afterwards: some classes keep a part of themselves in float32
-    model, found = cls.from_pretrained(folder, torch_dtype=dtype, output_loading_info=True, local_files_only=True)
-    if found["missing_keys"]:
-        missing = found["missing_keys"]
-        raise PlanError(f"{folder}: {len(missing)} weights of {name} are missing, {missing[0]} first")
-    return model

@@ -71,8 +71,22 @@ def _balanced(costs: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 def longest_first(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Longest processing time first: the costliest piece that is left goes to the rank with the least so far."""
-    owners = [0] * len(costs)
+    return _hand_out(costs, [(0, rank) for rank in range(ranks)])
+
+
+def deal_early(rows: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
+    """The rank of each tile, their costs given in rows (all tiles of the same frames), so that early rows end early.
+
+    Row by row longest processing time first, on top of the rows before: the loads are even after every row, not only at
+    the end. Rows (4, 2) (3, 3) over 2 ranks are (0, 1) (1, 0).
+    """
     loads = [(0, rank) for rank in range(ranks)]
+    return tuple(owner for row in rows for owner in _hand_out(row, loads))
+
+
+def _hand_out(costs: Sequence[int], loads: list[tuple[int, int]]) -> tuple[int, ...]:
+    """The costliest piece that is left to the first of the heap `loads`, (load, rank), which is kept up."""
+    owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, rank = loads[0]
         owners[index] = rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
 from itertools import product
 from math import prod
 from typing import Literal
@@ -138,25 +137,6 @@ def cut_latent(tiling: Tiling, lengths: Sequence[int], maps: Sequence[LatentMap]
         for name, length, along in zip(DIMS, lengths, maps, strict=True)
     ]
     return LatentGrid((cuts[0], cuts[1], cuts[2]), (maps[0], maps[1], maps[2]))
-
-
-def deal_early(costs: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
-    """The rank of each tile, given in rows (all tiles of the same frames), so that early rows are done early.
-
-    Row by row the costliest tile that is left goes to the rank with the least so far, ties to the lower rank: the loads
-    are even after every row, not only at the end. Rows (4, 2) (3, 3) over 2 ranks are (0, 1) (1, 0).
-    """
-    loads = [(0, rank) for rank in range(ranks)]
-    heapify(loads)
-    owners: list[int] = []
-    for row in costs:
-        of_row = [0] * len(row)
-        for place in sorted(range(len(row)), key=lambda i, row=row: (-row[i], i)):  # type: ignore[misc]
-            load, rank = loads[0]
-            of_row[place] = rank
-            heapreplace(loads, (load + row[place], rank))
-        owners += of_row
-    return tuple(owners)
 
 
 def _cut(

@@ -1,0 +1,44 @@
+"""What a perfect split would be: two plain decodes of half the latents side by side, over one of the whole.
+
+    python bench/shard_floor.py [--cases kl] [--rounds 5]
+
+Nothing is exchanged, so the pictures are wrong at the seam. What is above these ratios in `shard_ratio.py` is halotile's
+own, where the halves get the kernel of the whole (the 3-D classes do not in float32, see `spatial/rules/kernel.py`) and
+but for attention, which is cheaper over half of the tokens than a rank's share of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+from shard_actors import Actor, together
+from shard_cases import CASES
+
+WARM_UPS = 3
+
+
+def main() -> None:
+    """Print wall and CPU seconds of the halves over the whole's, medians with the least and the largest."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["kl"])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    for case in args.cases:
+        whole, halves = [Actor(1)], [Actor(1), Actor(1)]
+        together([*whole, *halves], "load", case, 1, None, False)
+        together(halves, "halve")
+        walls, cpus = [], []
+        for number in range(args.rounds + WARM_UPS):
+            (one,) = together(whole, "decode", "plain", False)
+            two = together(halves, "decode", "plain", False)
+            if number >= WARM_UPS:
+                walls.append(max(took.wall_s for took in two) / one.wall_s)
+                cpus.append(sum(took.cpu_s for took in two) / one.cpu_s)
+        for name, ratios in (("wall", walls), ("CPU", cpus)):
+            low, high = min(ratios), max(ratios)
+            print(f"{CASES[case].title}, {name}: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
