@@ -2,7 +2,7 @@
 
     python bench/shard_floor.py [--cases kl] [--rounds 5]
 
-Nothing is exchanged, so the pictures are wrong at the seam. What is above these ratios in `shard_ratio.py` is halotile's,
+Nothing is exchanged, so the pictures are wrong at the seam. What `shard_ratio.py` has above these ratios is halotile's,
 where the halves get the kernel of the whole (the 3-D classes do not in float32, see `spatial/rules/kernel.py`) and but
 for attention, which is cheaper over half of the tokens than a rank's share of it.
 """
