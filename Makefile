@@ -21,7 +21,9 @@ check: .venv/dev.stamp
 bench: .venv/dev.stamp
 	$(BIN)/python bench/tile_ratio.py
 	$(BIN)/python bench/shard_ratio.py
+	$(BIN)/python bench/shard_floor.py
 	$(BIN)/python bench/shard_memory.py
+	$(BIN)/python bench/stream_first.py
 
 .venv/demo.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
