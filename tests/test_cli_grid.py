@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_cli import TORCHRUN, Bench, bench, fails, in_process, out, spawned  # noqa: F401 - fixtures
 
+import halotile
 from halotile.cli.media import read_video
 
+VIDEO_VAE = Path(halotile.__file__).parent / "data" / "video_vae"
 GRID = ("--grid", "1x2x2", "--grid-overlap", "0x2x2")
 
 
@@ -58,3 +65,20 @@ def test_what_cannot_be_is_one_line(bench: Bench, fails, out: Path) -> None:  # 
     assert line.stderr.count("\n") == 1
     assert "99" in line.stderr
     assert not any(out.iterdir())
+
+
+def test_ctrl_c_in_the_middle_leaves_no_process_and_no_half_file(tmp_path: Path) -> None:
+    save_file({"latents": torch.randn(1, 32, 61, 40, 48)}, tmp_path / "latent.safetensors")
+    decode = ["decode", "latent.safetensors", "--vae", str(VIDEO_VAE), "-o", "clip.mp4", "--grid", "20x1x1"]
+    command = [*TORCHRUN, "-m", "halotile.cli", *decode]
+    program = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    # the clip is written beside its place, and moved there when it is whole
+    while len(list(tmp_path.iterdir())) == 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not (tmp_path / "clip.mp4").exists()
+    os.killpg(program.pid, signal.SIGINT)
+    assert program.wait(30) != 0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    assert [path.name for path in tmp_path.iterdir()] == ["latent.safetensors"]

@@ -26,6 +26,7 @@ from halotile import (
     TileCountConfig,
 )
 from halotile.comm import Mailbox, run_virtual
+from halotile.decode.placement import device_of, place_note, split_note
 
 D = DimensionTilingConfig
 LTX2, KL = grid.LTX2, grid.KL
@@ -466,3 +467,43 @@ def test_a_lost_group_says_so() -> None:
             _stream(tiny.build(LTX2), _z(), Ranks(transport))
 
     run_virtual(1, work)
+
+
+# --- where batches go, and what ranks are given
+
+
+def test_round_robin_takes_the_devices_of_the_drivers_machine() -> None:
+    notes = [b"a cuda:0\nx", b"a cuda:1\ny", b"b cuda:0\n", b"a cuda:1\n\n"]
+    at = device_of("round_robin", notes, 1)
+    assert at is not None
+    assert [at(batch) for batch in range(3)] == ["cuda:1", "cuda:0", "cuda:1"]
+    elsewhere = device_of("round_robin", notes, 2)
+    assert elsewhere is not None
+    assert elsewhere(5) == "cuda:0"
+    assert split_note(place_note(torch.device("cuda", 3)) + b"1\n2")[1:] == ("cuda:3", b"1\n2")
+
+
+def test_round_robin_through_a_stream() -> None:
+    batches = _stream(tiny.build(LTX2), _z(), Ranks.alone(), device_fn="round_robin")
+    assert [batch.device.type for batch in batches] == ["cpu"] * 4
+    with pytest.raises(halotile.PlanError, match="device_fn='spread'"):
+        _stream(tiny.build(LTX2), _z(), Ranks.alone(), device_fn="spread")
+
+
+def _other_arguments(group):
+    """Rank 1 has a timestep of another shape, in a stream and in a decode."""
+    vae, z = tiny.build(LTX2), _z()
+    temb = torch.full((1 + torch.distributed.get_rank(group),), 0.05)
+    calls = (lambda: _stream(vae, z, group, temb=temb), lambda: halotile.decode(vae, z, group, "shard", temb=temb))
+    errors = []
+    for call in calls:
+        with pytest.raises(halotile.MismatchError) as caught:
+            call()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_ranks_with_other_arguments_do_not_start() -> None:
+    for errors in run_ranks(_other_arguments, 2):
+        for error in errors:
+            assert "arguments: rank 0 has temb=torch.float32[1], rank 1 has temb=torch.float32[2]" in error

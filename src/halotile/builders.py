@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from halotile.comm import DEFAULT_TIMEOUT_S, Mailbox, Ranks
 from halotile.decode import stream
+from halotile.decode.placement import Placement
 from halotile.errors import MembershipError, PlanError, UnsupportedError
 from halotile.planning.tilings import Tiling
-
-DeviceOf = Callable[[int], torch.device | str]
 
 
 class DistributedVideoDecoder:
@@ -61,12 +60,12 @@ class DistributedVideoDecoder:
         latent: torch.Tensor,
         tiling_config: Any = None,
         generator: torch.Generator | None = None,
-        device_fn: DeviceOf | None = None,
+        device_fn: Placement | None = None,
     ) -> Iterator[torch.Tensor]:
         """The frames of `latent` (`B C F H W` or `C F H W`, B = 1) as batches `f H W C` in 0 to 1; none elsewhere.
 
         tiling_config: tiles within a tile, to bound memory: handed to the decoder's own `decode_video`. generator: of
-        the noise that a decoder draws. device_fn: the device of batch number i. Every rank of the group must call it;
+        the noise that a decoder draws. device_fn: as in `stream`. Every rank of the group must call it;
         the work of those that do not drive is done when it returns.
 
         Raises PlanError for a latent of another shape, and what `halotile.stream` raises.

@@ -15,12 +15,11 @@ from halotile.comm import Call, Counters
 from halotile.decode.grid import GridPlan
 from halotile.decode.link import GroupLink
 from halotile.decode.options import Progress
+from halotile.decode.placement import DeviceOf
 from halotile.decode.report import DecodeReport
 from halotile.decode.streams import begin_stream, end_stream
 from halotile.decode.tile_noise import TileNoise
 from halotile.errors import HalotileError
-
-DeviceOf = Callable[[int], torch.device | str]
 
 
 class Stream(Iterator[torch.Tensor]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -57,6 +57,19 @@ def dtype_of(vae: Any, half: Half, given: torch.dtype) -> torch.dtype:
         return given
     own = getattr(vae, "dtype", floating[0])
     return own if isinstance(own, torch.dtype) else floating[0]
+
+
+def arguments_fact(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What the further arguments of a call are, for the ranks to compare: of a tensor its shape and dtype."""
+    return ", ".join([*map(_fact, args), *(f"{name}={_fact(kwargs[name])}" for name in sorted(kwargs))])
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_fact, value))}]"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def map_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from halotile.comm import Call, Ranks
 from halotile.decode.choose import choose, prepare
 from halotile.decode.deferred import Dealt, deal_loop, run_dealt
-from halotile.decode.door import Undelivered, cat_outputs, check_input, dtype_of, map_tensors
+from halotile.decode.door import Undelivered, arguments_fact, cat_outputs, check_input, dtype_of, map_tensors
 from halotile.decode.grid import GridPlan, plan_grid, run_grid
 from halotile.decode.memory import Meter
 from halotile.decode.noise import Generators
@@ -69,7 +69,7 @@ def run_call(
         if plan.draws:
             call.note(generators.note())
         refuse_open_stream(ranks.transport)
-        call.meet(_facts(vae, half, tensor, options, plan))
+        call.meet({**_facts(vae, half, tensor, options, plan), "arguments": arguments_fact(args, kwargs)})
         forget_streams(ranks.transport)
         meter, ledger = Meter(tensor.device, shown=plan.spec is not None), Ledger(ranks, options.strict)
         extents: tuple[int, ...] | None = None

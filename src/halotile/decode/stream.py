@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 
 from halotile.comm import DEFAULT_TIMEOUT_S, Call, Mailbox, Ranks
-from halotile.decode.batches import DeviceOf, Stream
+from halotile.decode.batches import Stream
 from halotile.decode.choose import check_class
-from halotile.decode.door import check_input, dtype_of
+from halotile.decode.door import arguments_fact, check_input, dtype_of
 from halotile.decode.functions import as_vae
 from halotile.decode.grid import make_tile, plan_grid
 from halotile.decode.link import GroupLink
 from halotile.decode.mailbox_link import MailboxLink
 from halotile.decode.noise import Generators
 from halotile.decode.options import Options, Progress
+from halotile.decode.placement import Placement, check_placement, device_of, place_note, split_note
 from halotile.decode.run import by_samples
 from halotile.decode.streams import forget_streams, leave, refuse_open_stream
 from halotile.decode.tile_checks import refuse_spatial
@@ -35,7 +36,7 @@ def stream(
     *,
     tiling: Tiling,
     driver: int = 0,
-    device_fn: DeviceOf | None = None,
+    device_fn: Placement | None = None,
     scheduler: Scheduler = "balanced",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     progress: Progress | None = None,
@@ -53,10 +54,11 @@ def stream(
         for frames in halotile.stream(vae, latents, tiling=TileCountConfig(frames=DimensionTilingConfig(4, 2))):
             writer.write(frames)  # only the driver comes here
 
-    device_fn: the device of batch number i; None leaves it where the latents are. scheduler: how tiles are dealt;
-    `balanced` is even after every batch. progress: called on the driver as `progress(done, total)` when tiles are in.
-    mailbox: carries the tiles instead of the group's messages, between processes of one machine. own: further arguments
-    of the VAE's `decode`. timeout_s, and what is raised, are as in `parallelize`.
+    device_fn: the device of batch number i; None leaves it where the latents are, and `round_robin` takes the devices
+    of the ranks on the driver's machine in turn. scheduler: how tiles are dealt; `balanced` is even after every batch.
+    progress: called on the driver as `progress(done, total)` when tiles are in. mailbox: carries the tiles instead of
+    the group's messages, between processes of one machine. own: further arguments of the VAE's `decode`. timeout_s, and
+    what is raised, are as in `parallelize`.
 
     The driver decodes its own tiles when a batch is asked for. It holds the frames that are not finished, one batch and
     that batch's tiles. The others hold their finished tiles until the driver takes them, at most their share of the
@@ -77,6 +79,7 @@ def stream(
         options = Options(strategy="tile", deliver="driver", driver=driver, scheduler=scheduler, tiling=tiling)
         check_class(target, ["decode"], options)
         options.receivers(ranks)
+        check_placement(device_fn)
         tensor = check_input(latents, "decode")
         refuse_open_stream(ranks.transport)
         # a copy: the driver decodes its tiles when they are asked for, and the caller may change its latents meanwhile
@@ -86,7 +89,7 @@ def stream(
         with call.shared_fate():
             plan = plan_grid(target, "decode", x, tiling, ranks.size, scheduler, work, early=True)
         generators = Generators(tensor.device, tuple(own.values()))
-        call.note(generators.note())
+        call.note(place_note(x.device) + generators.note())
         carrier = "group" if mailbox is None else "mailbox"
         facts = {
             "call": "stream",
@@ -94,10 +97,12 @@ def stream(
             "class": type(target).__name__,
             "shape": str(tuple(x.shape)),
             "driver": str(driver),
+            "arguments": arguments_fact((), own),
         }
         call.meet({**facts, "dtype": str(tensor.dtype), "plan": plan.digest})
         forget_streams(ranks.transport)
-        noise = TileNoise(call.notes("start")[0], tensor.device, tuple(own.values()))
+        notes = call.notes("start")
+        noise = TileNoise(split_note(notes[0])[2], tensor.device, tuple(own.values()))
         _join(ranks, x.device)
         if mailbox is None:
             link = GroupLink(call, plan.owners, driver, x.device)
@@ -105,7 +110,19 @@ def stream(
             link = MailboxLink(call, plan.owners, driver, x.device, mailbox)
         leave(ranks.transport, link)
         made = partial(make_tile, target, plan, x=x, work=work, noise=noise)
-        out = Stream(call, plan, tensor, made, noise, link, device_fn, progress, driver, started, before)
+        out = Stream(
+            call,
+            plan,
+            tensor,
+            made,
+            noise,
+            link,
+            device_of(device_fn, notes, driver),
+            progress,
+            driver,
+            started,
+            before,
+        )
         if ranks.rank != driver:
             out.work()
     return out
