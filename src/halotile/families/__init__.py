@@ -12,7 +12,7 @@ from halotile.families.check import (
     temporal_note,
 )
 from halotile.families.exact import Overlaid
-from halotile.families.family import Family, Frames, Rectangles, Temporal
+from halotile.families.family import Causal, Family, Frames, Rectangles, Temporal, Windows
 from halotile.families.request import (
     apply_tile_plan,
     check_request,
@@ -22,19 +22,24 @@ from halotile.families.request import (
     tile_shape_plan,
 )
 from halotile.families.rows import FAMILIES, UNREAD, family_of
+from halotile.families.transformers import TRANSFORMERS, Transformer, transformer_of
 
 __all__ = [
     "AXES",
     "FAMILIES",
+    "TRANSFORMERS",
     "UNREAD",
     "Axis",
     "AxisLoop",
+    "Causal",
     "Family",
     "Frames",
     "Half",
     "Overlaid",
     "Rectangles",
     "Temporal",
+    "Transformer",
+    "Windows",
     "apply_tile_plan",
     "check_frames",
     "check_loop",
@@ -50,4 +55,5 @@ __all__ = [
     "temporal_note",
     "tile_overlap_plan",
     "tile_shape_plan",
+    "transformer_of",
 ]
