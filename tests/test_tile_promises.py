@@ -540,7 +540,7 @@ def test_magvit_does_not_keep_frames_of_a_call_that_failed() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"strategy": "hybrid"}, UnsupportedError, "hybrid"),
+        ({"strategy": "hybrid"}, PlanError, "shards_per_tile"),
         ({"strategy": "tiles"}, PlanError, "tiles"),
         ({"strategy": "tile", "strict": True}, PlanError, "strict=True"),
         ({"strict": True}, PlanError, "it would be ignored"),

@@ -6,6 +6,7 @@ from halotile.comm.mailbox_ends import Consumer, Letter, Producer
 from halotile.comm.pieces import Delivery, Piece
 from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
 from halotile.comm.rows import Arrivals, Deliver, begin_fetch, deliver_rows, empty_rows, fetch_rows, receiving
+from halotile.comm.subgroup import SubgroupTransport
 from halotile.comm.torch_group import TorchTransport
 from halotile.comm.transport import Board, Counters, Exchange, LinkError, Message, Transport
 from halotile.comm.virtual import VirtualGroup, VirtualTransport, run_virtual
@@ -28,6 +29,7 @@ __all__ = [
     "Piece",
     "Producer",
     "Ranks",
+    "SubgroupTransport",
     "TorchTransport",
     "Transport",
     "VirtualGroup",

@@ -20,6 +20,8 @@ Phase = Literal["start", "work", "end", "raised"]
 """Where the ranks of a call wait for each other: all have come, all have worked, all have their result, all raised."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+# no fact's name
+_ASIDE = ""
 # so far below zero that the arrivals of no group lift it back
 _GIVEN_UP = -(1 << 30)
 _MAX_POLL_S = 0.02
@@ -57,16 +59,17 @@ class Call:
         if error is not None:
             self.fail(error)
 
-    def meet(self, facts: Mapping[str, str]) -> None:
-        """Wait for all ranks and compare `facts` (and the call's number) with theirs.
+    def meet(self, facts: Mapping[str, str], aside: str = "") -> list[str]:
+        """Wait for all ranks, compare `facts` (and the call's number) with theirs, and return what each says `aside`.
 
         Raises MismatchError with who has what, MissingRankError with who did not come, RemoteRankError when a rank
         could not even begin.
         """
-        self._board.set(self._key(f"facts/{self.ranks.rank}"), json.dumps(dict(facts)).encode())
+        self._board.set(self._key(f"facts/{self.ranks.rank}"), json.dumps({**facts, _ASIDE: aside}).encode())
         self._arrive("start")
         self._forget_earlier()
         said = [self._facts_of(rank) for rank in range(self.ranks.size)]
+        asides = [each.pop(_ASIDE) for each in said]
         names = list(dict.fromkeys(name for each in said for name in each))
         lines = [
             f"{name}: " + ", ".join(f"rank {rank} has {each.get(name, 'nothing')}" for rank, each in enumerate(said))
@@ -76,6 +79,7 @@ class Call:
         if lines:
             self._settled = True
             raise MismatchError("the ranks of this call do not agree, so none of them starts:\n  " + "\n  ".join(lines))
+        return asides
 
     @contextmanager
     def shared_fate(self) -> Iterator[None]:

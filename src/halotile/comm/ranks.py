@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from halotile.comm.torch_group import TorchTransport
 from halotile.comm.transport import Counters, Transport
@@ -28,11 +29,12 @@ class Ranks:
         self.timeout_s = timeout_s
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | Ranks | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
-        """The ranks of a process group; of a program without torch.distributed, this process alone.
+    def of(cls, group: dist.ProcessGroup | DeviceMesh | Ranks | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
+        """The ranks of a process group or of one axis of a device mesh; without torch.distributed, this process alone.
 
-        `None` is the program's default group where torch.distributed is initialised. `timeout_s` bounds the wait for
-        ranks that do not come, or make no progress. Raises MembershipError for a process outside the group.
+        `None` is the program's default group where torch.distributed is initialised. A `DeviceMesh` must have one
+        axis, such as `mesh["vae"]`. `timeout_s` bounds the wait for ranks that do not come, or make no progress.
+        Raises MembershipError for a process outside the group, and for a mesh of several axes.
         """
         if isinstance(group, Ranks):
             return group
@@ -49,6 +51,8 @@ class Ranks:
                     "alone; call torch.distributed.init_process_group first, or pass group=halotile.Ranks.alone()"
                 )
             return cls.alone(timeout_s)
+        if isinstance(group, DeviceMesh):
+            group = _axis(group)
         world = dist.group.WORLD
         assert world is not None
         return cls(TorchTransport.of(world if group is None else group), timeout_s)
@@ -89,3 +93,21 @@ class Ranks:
             raise MembershipError(
                 f"{what}={rank} is not a rank of this group of {self.size}; ranks are group-local, 0 to {self.size - 1}"
             )
+
+
+def _axis(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a mesh that is one axis."""
+    names = mesh.mesh_dim_names
+    if mesh.ndim != 1:
+        choose = " or ".join(f'mesh["{name}"]' for name in names or ("vae",))
+        without = "" if names else ", of a mesh that is made with mesh_dim_names"
+        raise MembershipError(
+            f"got a DeviceMesh of {mesh.ndim} axes, shape {tuple(mesh.shape)}; a call runs over the ranks of one: pass "
+            f"{choose}{without}"
+        )
+    if mesh.get_coordinate() is None:
+        raise MembershipError(
+            f"process {dist.get_rank()} of {dist.get_world_size()} is not in the DeviceMesh it passed, whose ranks are "
+            f"{mesh.mesh.tolist()}; only those may make this call"
+        )
+    return mesh.get_group()

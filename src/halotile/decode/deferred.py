@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from halotile.comm import Call, Delivery, Piece, Ranks
+from halotile.decode.carried import Carried
 from halotile.decode.foresee import Companion
 from halotile.decode.noise import Noise
 from halotile.decode.record import NetworkCall, Recording, SharedList, network_of, record, stand_in
@@ -65,10 +66,16 @@ def deal_loop(
     scheduler: Scheduler,
     size: tuple[int, int],
     plain: Callable[[], object],
+    carried: Carried | None = None,
 ) -> Dealt:
-    """Record the calls that `plain` makes of the VAE's network, and give each chain of them a rank. No traffic."""
-    recording = record(vae, half, family, size, plain)
-    owners = deal(recording.costs, ranks.size, scheduler)
+    """Record the calls that `plain` makes of the VAE's network, and give each chain of them a rank. No traffic.
+
+    With `carried`, state of the chunks before, each chain stays with the rank that has its state.
+    """
+    recording = record(vae, half, family, size, plain, carried)
+    owners = carried.owners if carried is not None else None
+    if owners is None:
+        owners = deal(recording.costs, ranks.size, scheduler)
     return Dealt(recording, owners, loads_of(recording.costs, owners, ranks.size))
 
 
@@ -81,20 +88,23 @@ def run_dealt(
     receivers: Sequence[int],
     device: torch.device,
     plain: Callable[[], object],
+    carried: Carried | None = None,
 ) -> object:
     """Run this rank's calls, deliver the results to `receivers`, and there let the VAE's own loop blend them.
 
     Returns what `plain` returns, bit for bit what it would have without any of this; None on other ranks.
     """
-    network = network_of(vae, half)
-    clear = getattr(vae, family.carries) if family is not None and family.carries is not None else None
+    network, clear = network_of(vae, half), clearing(vae, family)
     noise = Noise(dealt.recording.calls, call, device)
     made: dict[int, torch.Tensor] = {}
     with call.together("work"):
         noise.foresee(dealt.recording.calls)
-        for chain, owner in zip(dealt.recording.chains, dealt.owners, strict=True):
+        for number, (chain, owner) in enumerate(zip(dealt.recording.chains, dealt.owners, strict=True)):
             if owner == call.ranks.rank:
-                made |= _run_chain(network, dealt.recording.calls, chain, clear, noise, call.piece_done)
+                run = network if carried is None else carried.chain(number, network)
+                made |= run_chain(run, dealt.recording.calls, chain, clear, noise, call.piece_done)
+        if carried is not None:
+            carried.owners = dealt.owners
         noise.finish()
         delivery = Delivery(made, dealt.pieces, call.ranks, receivers, device)
         call.note(json.dumps(list(delivery.layouts.items())).encode())
@@ -108,11 +118,16 @@ def run_dealt(
         results = delivery.deliver(layouts)
     del delivery
     with call.together("end"):
-        return _replay(network, dealt.recording, results, plain) if results else None
+        return replay(network, dealt.recording, results, plain) if results else None
 
 
-def _run_chain(
-    network: nn.Module,
+def clearing(vae: Any, family: Family | None) -> Callable[[], object] | None:
+    """The method that clears state which the VAE keeps on its modules, if it does."""
+    return getattr(vae, family.carries) if family is not None and family.carries is not None else None
+
+
+def run_chain(
+    network: Callable[..., Any],
     calls: Sequence[NetworkCall],
     chain: Sequence[int],
     clear: Callable[[], object] | None,
@@ -160,7 +175,7 @@ class _Kept:
         return value
 
 
-def _replay(
+def replay(
     network: nn.Module,
     recording: Recording,
     results: dict[int, torch.Tensor],

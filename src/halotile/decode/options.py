@@ -13,8 +13,6 @@ from halotile.planning.tilings import TileCountConfig, TileSizeConfig, Tiling
 
 Strategy = Literal["auto", "serial", "tile", "shard", "hybrid"]
 Progress = Callable[[int, int], None]
-_NOT_BUILT = ("hybrid",)
-_BUILT = tuple(known for known in get_args(Strategy) if known not in _NOT_BUILT)
 
 
 @dataclass(frozen=True)
@@ -28,12 +26,11 @@ class Options:
     strict: bool = False
     dim: int | None = None
     tiling: Tiling | None = None
+    shards_per_tile: int | None = None
 
     def __post_init__(self) -> None:
-        if self.strategy in _NOT_BUILT:
-            raise UnsupportedError(f"strategy={self.strategy!r} is not in this version; it has {', '.join(_BUILT)}")
         for name, value, known in (
-            ("strategy", self.strategy, _BUILT),
+            ("strategy", self.strategy, get_args(Strategy)),
             ("deliver", self.deliver, get_args(Deliver)),
             ("scheduler", self.scheduler, SCHEDULERS),
         ):
@@ -49,9 +46,10 @@ class Options:
                 f"tiling= is a grid of tiles, which strategy={self.strategy!r} would ignore; use strategy='tile', or "
                 "leave tiling out"
             )
-        if self.strict and self.strategy != "shard":
+        self._check_shards()
+        if self.strict and self.strategy not in ("shard", "hybrid"):
             raise PlanError(
-                "strict=True is about the operations of strategy='shard'; "
+                "strict=True is about the operations of strategy='shard' and 'hybrid'; "
                 f"with strategy={self.strategy!r} it would be ignored"
             )
         if self.dim is not None and type(self.dim) is not int:
@@ -61,6 +59,30 @@ class Options:
                 f"dim={self.dim} says which rows are dealt by strategy='shard', or left by deliver='sharded'; "
                 f"with strategy={self.strategy!r} and deliver={self.deliver!r} it would be ignored"
             )
+
+    def _check_shards(self) -> None:
+        shards = self.shards_per_tile
+        if self.strategy == "hybrid" and (type(shards) is not int or shards < 1):
+            raise PlanError(
+                f"strategy='hybrid' needs shards_per_tile, how many ranks share one tile; got {shards!r}, give a whole "
+                "number of at least 1 that divides the group's ranks"
+            )
+        if self.strategy != "hybrid" and shards is not None:
+            raise PlanError(
+                f"shards_per_tile={shards!r} is about strategy='hybrid'; with strategy={self.strategy!r} it would be "
+                "ignored"
+            )
+
+    def check_group(self, ranks: Ranks) -> None:
+        """Raise PlanError for a group that does not fit, MembershipError for a driver that is not in it."""
+        shards, size = self.shards_per_tile, ranks.size
+        if shards is not None and size % shards:
+            fitting = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+            raise PlanError(
+                f"shards_per_tile={shards} does not cut the {size} ranks of the group into equal subgroups; for {size} "
+                f"ranks choose one of {fitting}"
+            )
+        ranks.check(self.driver, "driver")
 
     def receivers(self, ranks: Ranks) -> Sequence[int]:
         """The ranks that get the result."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halotile.comm import Ranks, receiving
+from halotile.comm import Call, Ranks, receiving
 from halotile.decode.door import map_tensors
 from halotile.decode.options import Options
 from halotile.errors import PlanError, UnsupportedError
@@ -64,13 +65,24 @@ def run_sharded(
     Returns the output, None on a rank that is to have nothing, and with `deliver="sharded"` the rows of each rank.
     Every rank must call it. Raises UnsupportedError, on every rank, where `options.strict` forbids an operation.
     """
-    with _nothing_kept(vae), SpatialMode(ledger, watch):
+    with nothing_kept(vae), SpatialMode(ledger, watch):
         rows = spec.take(x.detach(), spec.dim, ledger.ranks.rank).clone()
         output = work(SpatialTensor(rows, spec, ledger, None, copied_strides(x)))
         _check_output(vae, output)
         delivered = deliver(output, spec.dim - x.dim(), ledger.ranks, options)
     ledger.closed = True
     return delivered
+
+
+def wait_for_device(device: torch.device, call: Call) -> None:
+    """Wait until this rank's kernels are done, unless another rank fails, for which they would wait."""
+    if device.type != "cuda":
+        return
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    while not done.query():  # type: ignore[no-untyped-call]
+        call.check()
+        time.sleep(0.001)
 
 
 def _ratio(vae: Any) -> int:
@@ -137,7 +149,7 @@ def _own_rows(result: torch.Tensor, dim: int, ranks: Ranks) -> tuple[torch.Tenso
 
 
 @contextmanager
-def _nothing_kept(vae: Any) -> Iterator[None]:
+def nothing_kept(vae: Any) -> Iterator[None]:
     """Put back what held no sharded tensor before and does now: caches that a VAE leaves on itself and its modules."""
     parts = (
         [vae] if isinstance(vae, nn.Module) else [part for part in vars(vae).values() if isinstance(part, nn.Module)]
