@@ -424,7 +424,7 @@ def test_latents_of_another_vae(bench: Bench, out: Path, fails: Callable[..., st
 def test_options_of_another_strategy_are_refused(bench: Bench, out: Path, fails: Callable[..., str]) -> None:
     decode = ("decode", bench.photo_latent, "--vae", bench.image_vae, "-o", str(out / "a.png"))
     assert "--tile 32 would be ignored" in fails(*decode, "--strategy", "shard", *TILES)
-    assert "--strict would be ignored: it is about --strategy shard, not tile" in fails(
+    assert "--strict would be ignored: it is about shard and hybrid, not tile" in fails(
         *decode, "--strategy", "tile", "--strict"
     )
     assert not any(out.iterdir())

@@ -10,7 +10,8 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 
 from halotile.decode import footprint
-from halotile.decode.footprint import Footprint, cache_path, footprint_of, measure
+from halotile.decode.footprint import Footprint, footprint_of, measure
+from halotile.decode.known import cache_path
 from halotile.decode.memory import Meter
 from halotile.errors import UnsupportedError
 
@@ -73,7 +74,7 @@ def test_the_vae_is_as_it_was(kind: str) -> None:
 def test_measured_once_and_kept_in_a_file_that_can_be_deleted(monkeypatch) -> None:
     vae, shape = tiny.build("AutoencoderKL"), (1, 4, 64, 64)
     measured = footprint_of(vae, shape)
-    (name,) = json.loads(cache_path().read_text())
+    (name,) = json.loads(cache_path("footprints.json").read_text())
     assert name.startswith("AutoencoderKL float32 1 x 4 ")
     runs = []
     monkeypatch.setattr(footprint, "measure", lambda *args: runs.append(args) or measured)
@@ -82,8 +83,8 @@ def test_measured_once_and_kept_in_a_file_that_can_be_deleted(monkeypatch) -> No
     footprint_of(vae.to(torch.bfloat16), shape)
     footprint_of(tiny.build("AutoencoderKL_flux1"), (1, 16, 64, 64))
     assert len(runs) == 2
-    assert len(json.loads(cache_path().read_text())) == 3
-    cache_path().unlink()
+    assert len(json.loads(cache_path("footprints.json").read_text())) == 3
+    cache_path("footprints.json").unlink()
     footprint_of(vae, shape)
     assert len(runs) == 3
 
@@ -92,13 +93,13 @@ def test_measured_once_and_kept_in_a_file_that_can_be_deleted(monkeypatch) -> No
 def test_a_spoilt_cache_is_measured_anew(content: str) -> None:
     vae, shape = tiny.build("AutoencoderKL"), (1, 4, 64, 64)
     measured = footprint_of(vae, shape)
-    key = next(iter(json.loads(cache_path().read_text())))
+    key = next(iter(json.loads(cache_path("footprints.json").read_text())))
     of_key = [[["a", 0, 0]], [], {}, [[float("nan"), 1, 1]], [[float("inf"), 0, 0]], [[-1e9, -5, 0]]]
     terms = [json.dumps({key: {"terms": each}}) for each in of_key]
     for spoilt in (content, "[" * 100_000, json.dumps({key: 3}), *terms):
-        cache_path().write_text(spoilt)
+        cache_path("footprints.json").write_text(spoilt)
         assert footprint_of(vae, shape) == measured
-        assert key in json.loads(cache_path().read_text())
+        assert key in json.loads(cache_path("footprints.json").read_text())
 
 
 def test_no_place_for_a_cache_is_no_failure(monkeypatch, tmp_path) -> None:
@@ -114,7 +115,7 @@ def test_a_class_that_needs_values_is_refused_by_name() -> None:
         return x if float(x.sum()) > 0 else -x
 
     vae.decoder.forward = forward
-    with pytest.raises(UnsupportedError, match="what a tile of AutoencoderKL holds cannot be told without data"):
+    with pytest.raises(UnsupportedError, match="what a decode of AutoencoderKL does cannot be told without data"):
         measure(vae, (1, 4, 64, 64))
 
 
@@ -137,10 +138,10 @@ def test_settings_that_a_decode_depends_on_are_measured_apart() -> None:
 def test_weights_on_meta_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="meta device"):
         footprint_of(tiny.build("AutoencoderKL").to("meta"), (1, 4, 64, 64))
-    assert not cache_path().exists()
+    assert not cache_path("footprints.json").exists()
 
 
 def test_an_empty_variable_is_none(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HALOTILE_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_path() == tmp_path / "halotile" / "footprints.json"
+    assert cache_path("footprints.json") == tmp_path / "halotile" / "footprints.json"

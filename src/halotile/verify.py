@@ -11,8 +11,9 @@ from torch import Tensor
 
 PEAK = 2.0  # the range of pixels in [-1, 1]
 BITWISE_STRATEGIES = ("serial", "tile")
+ROUNDING_STRATEGIES = ("shard", "hybrid")
 TOLERANCES = MappingProxyType({torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1})
-"""What `shard` may differ by, as a part of the reference's largest value: rounding in another order, layer by layer.
+"""What `shard` and `hybrid` may differ by, as a part of the reference's largest value: rounding in another order.
 
 In half precision two results that are as far from the truth as each other differ by as much as that."""
 
@@ -74,13 +75,13 @@ def psnr_db(result: Tensor, reference: Tensor, peak: float = PEAK) -> float:
 def keeps_promise(comparison: Comparison, strategy: str) -> bool:
     """Whether the result is as equal to one rank's as `strategy` promises: `serial` and `tile` to the bit.
 
-    `shard` promises what `TOLERANCES` says for the dtype, as a part of the largest value of one rank's result.
+    `shard` and `hybrid` promise what `TOLERANCES` says for the dtype, as a part of one rank's largest value.
 
     Raises ValueError for a strategy that promises nothing.
     """
-    if strategy == "shard":
+    if strategy in ROUNDING_STRATEGIES:
         return comparison.bitwise or comparison.max_error <= TOLERANCES[comparison.dtype] * comparison.largest
     if strategy not in BITWISE_STRATEGIES:
-        known = ", ".join((*BITWISE_STRATEGIES, "shard"))
+        known = ", ".join((*BITWISE_STRATEGIES, *ROUNDING_STRATEGIES))
         raise ValueError(f"no promise is known of strategy {strategy!r}; known: {known}")
     return comparison.bitwise

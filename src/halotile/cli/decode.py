@@ -22,6 +22,7 @@ from halotile.cli.options import (
     OverlapOption,
     ProfileOption,
     RanksOption,
+    ShardsOption,
     Spread,
     Strategy,
     StrategyOption,
@@ -58,6 +59,7 @@ def decode(
     grid: GridOption = None,
     grid_overlap: GridOverlapOption = None,
     strict: StrictOption = False,
+    shards_per_tile: ShardsOption = None,
     fps: Annotated[float | None, typer.Option(min=0.01, help="Frames per second. (default: the source's)")] = None,
     dtype: DTypeOption = DType.float32,
     device: DeviceOption = None,
@@ -70,7 +72,7 @@ def decode(
     """
     from halotile.cli.latents import read_source
 
-    spread = Spread.of(strategy, tile, stride, strict, window, overlap, profile)
+    spread = Spread.of(strategy, tile, stride, strict, window, overlap, profile, shards_per_tile)
     check_readable(latent)
     if kind_of_output(output) != (kind := read_source(latent).kind):
         known = " ".join(PICTURE_SUFFIXES if kind == "picture" else CLIP_SUFFIXES)

@@ -25,6 +25,7 @@ from halotile.cli.options import (
     DType,
     DTypeOption,
     RanksOption,
+    ShardsOption,
     Spread,
     Strategy,
     StrategyOption,
@@ -48,6 +49,7 @@ def encode(
     tile: TileOption = None,
     stride: StrideOption = None,
     strict: StrictOption = False,
+    shards_per_tile: ShardsOption = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Read at most so many frames of a clip.")] = None,
     dtype: DTypeOption = DType.float32,
     device: DeviceOption = None,
@@ -57,7 +59,7 @@ def encode(
     Sizes that the VAE's ratio does not divide are padded by repeating the last row, column or frame; decode crops them
     off again. The latents are the posterior's mode, not scaled by the VAE's scaling factor.
     """
-    spread = Spread.of(strategy, tile, stride, strict)
+    spread = Spread.of(strategy, tile, stride, strict, shards_per_tile=shards_per_tile)
     kind_of_input(source)
     check_readable(source)
     if output.suffix.lower() in (*PICTURE_SUFFIXES, *READABLE_CLIP_SUFFIXES):

@@ -10,6 +10,7 @@ import typer
 
 import halotile
 from halotile.cli.bench import bench
+from halotile.cli.calibrate import calibrate
 from halotile.cli.decode import decode
 from halotile.cli.demo import demo
 from halotile.cli.encode import encode
@@ -44,7 +45,7 @@ def options(
     """Options of the command itself; typer shows the help of `app`."""
 
 
-for command in (demo, encode, decode, verify, plan, bench, ops):
+for command in (demo, encode, decode, verify, plan, bench, calibrate, ops):
     app.command()(command)
 
 

@@ -20,6 +20,7 @@ class Strategy(str, Enum):
     serial = "serial"
     tile = "tile"
     shard = "shard"
+    hybrid = "hybrid"
 
 
 class Profile(str, Enum):
@@ -55,11 +56,15 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         help="serial: one rank. tile: the VAE's own tiles, shared. shard: no tiles, each rank has some of the rows. "
-        "auto: tile if several ranks.",
+        "hybrid: tiles, each shared by --shards-per-tile ranks. auto: what is predicted best, or tile with a window.",
     ),
 ]
 StrictOption = Annotated[
-    bool, typer.Option("--strict", help="With --strategy shard: refuse operations that would have to gather all rows.")
+    bool,
+    typer.Option("--strict", help="With shard and hybrid: refuse operations that would have to gather all rows."),
+]
+ShardsOption = Annotated[
+    int | None, typer.Option("--shards-per-tile", min=1, help="With --strategy hybrid: how many ranks share a tile.")
 ]
 TileOption = Annotated[
     int | None, typer.Option("--tile", min=1, metavar="PX", help="Tile window in pixels; switches the VAE's tiling on.")
@@ -98,13 +103,14 @@ DeviceOption = Annotated[
 class Spread:
     """How a VAE's work is to be spread. Windows, strides and overlaps in pixels; None leaves them to the VAE."""
 
-    strategy: Literal["auto", "serial", "tile", "shard"] = "auto"
+    strategy: Literal["auto", "serial", "tile", "shard", "hybrid"] = "auto"
     tile_px: int | None = None
     stride_px: int | None = None
     strict: bool = False
     window_px: tuple[int, int] | None = None
     overlap_px: tuple[int, int] | None = None
     profile: Literal["coarse", "balanced", "fine"] | None = None
+    shards_per_tile: int | None = None
 
     @classmethod
     def of(
@@ -116,14 +122,18 @@ class Spread:
         window: str | None = None,
         overlap: str | None = None,
         profile: Profile | None = None,
+        shards_per_tile: int | None = None,
     ) -> Spread:
         """From a command's options. Raises `PlanError` for options that do not go together."""
         asked = {"--tile": tile_px, "--window": window, "--profile": profile and profile.value}
         given = [f"{name} {value}" for name, value in asked.items() if value is not None]
         if strategy == Strategy.shard and given:
             raise PlanError(f"{given[0]} would be ignored: --strategy shard cuts no tiles")
-        if strict and strategy != Strategy.shard:
-            raise PlanError(f"--strict would be ignored: it is about --strategy shard, not {strategy.value}")
+        if strategy == Strategy.auto and given:
+            # whoever asks for a window means tiles
+            strategy = Strategy.tile
+        if strict and strategy not in (Strategy.shard, Strategy.hybrid):
+            raise PlanError(f"--strict would be ignored: it is about shard and hybrid, not {strategy.value}")
         if len(given) > 1:
             raise PlanError(f"{' and '.join(given)} are different windows; give one of them")
         if stride_px is not None and tile_px is None:
@@ -140,6 +150,7 @@ class Spread:
             None if window is None else pixels_of("--window", window),
             None if overlap is None else pixels_of("--overlap", overlap),
             None if profile is None else profile.value,
+            shards_per_tile,
         )
 
 
@@ -160,6 +171,14 @@ def pixels_of(option: str, text: str) -> tuple[int, int]:
     """Height and width of an option such as 432x296; raises `PlanError` for anything else."""
     height, width = _numbers(option, text, 2, "HxW: height and width in pixels, such as 432x296")
     return height, width
+
+
+def sigmas_of(text: str) -> tuple[float, ...]:
+    """Noise levels of an option such as 0.5,0.9; raises `PlanError` for anything else."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise PlanError(f"--sigmas {text!r} is not a list of numbers such as 0.5,0.9") from None
 
 
 def _numbers(option: str, text: str, count: int, what: str) -> tuple[int, ...]:

@@ -90,7 +90,10 @@ def plan(
     else:
         from rich.console import Console
 
-        Console().print(table_of(title_of(title, plans), plans))
+        console = Console()
+        console.print(table_of(title_of(title, plans), plans))
+        for tiling in (False, True):
+            console.print(*strategies_of(loaded, shape, ranks, budget, dealt, None if not tiling else plans[0]))
 
 
 def plans_for(
@@ -118,6 +121,27 @@ def plans_for(
             f"than --memory {size_of(budget)}"
         )
     return [asked]
+
+
+def strategies_of(
+    vae: Any, shape: tuple[int, ...], ranks: int, budget: int | None, scheduler: Scheduler, plan: TilePlan | None
+) -> tuple[str, Table]:
+    """What `--strategy auto` would do with tiling off, or on with `plan`: a line that says why, and its numbers."""
+    from rich.table import Table
+
+    import halotile
+    from halotile.decode.patch import patched
+
+    with patched(vae, use_tiling=False):
+        if plan is not None:
+            halotile.apply_tile_plan(vae, plan)
+        found = halotile.explain(vae, shape, ranks, memory_budget_bytes=budget, scheduler=scheduler)
+    title = "tiling off" if plan is None else f"tiling on, {plan.name}"
+    table = Table("strategy", "predicted, s", "a rank's activations", "may not run, since", title=title)
+    for each in found.predictions:
+        held = "unknown" if each.peak_bytes is None else size_of(each.peak_bytes)
+        table.add_row(each.name, f"{each.seconds:.3g}", held, each.refused)
+    return f"{found.reason}\n", table
 
 
 def _scheduler(name: str) -> Scheduler:

@@ -41,7 +41,7 @@ def set_tiling(vae: Any, spread: Spread, ranks: int, half: Half, given: Tensor) 
         halotile.apply_tile_plan(vae, _planned(vae, spread, ranks, tuple(given.shape)))
     elif spread.tile_px is not None:
         set_window(vae, spread.tile_px, spread.stride_px or _default_stride(vae, spread.tile_px))
-    elif spread.strategy == "tile":
+    elif spread.strategy in ("tile", "hybrid"):
         if not hasattr(vae, "enable_tiling"):
             raise UnsupportedError(f"{type(vae).__name__} has no tile loop of its own to share")
         vae.enable_tiling()
@@ -97,6 +97,7 @@ def decode(vae: Any, latents: Tensor, seat: Seat, spread: Spread, label: str) ->
             deliver="driver",
             halves=("decode",),
             strict=spread.strict,
+            shards_per_tile=spread.shards_per_tile,
             progress=progress,
         ) as handle,
     ):
@@ -157,6 +158,7 @@ def encode(vae: Any, pixels: Tensor, seat: Seat, spread: Spread, label: str) -> 
             group=seat.group,
             strategy=spread.strategy,
             strict=spread.strict,
+            shards_per_tile=spread.shards_per_tile,
             progress=progress,
         )
     assert latents is not None

@@ -20,6 +20,7 @@ from halotile.cli.options import (
     OverlapOption,
     ProfileOption,
     RanksOption,
+    ShardsOption,
     Spread,
     Strategy,
     StrategyOption,
@@ -57,15 +58,17 @@ def verify(
     overlap: OverlapOption = None,
     profile: ProfileOption = None,
     strict: StrictOption = False,
+    shards_per_tile: ShardsOption = None,
     dtype: DTypeOption = DType.float32,
     device: DeviceOption = None,
 ) -> None:
     """Decode on all ranks, then on one rank with the VAE alone, and compare.
 
-    With tiling on, the one rank runs the VAE's own tile loop. Exit code 1 when the two differ by more than the strategy
-    promises: serial and tile promise the same bits, shard the same values to rounding.
+    The one rank runs the VAE's own tile loop where tiles were decoded, else the untiled decode. Exit code 1 when the
+    two differ by more than the strategy promises: serial and tile the same bits, shard and hybrid the same values to
+    rounding.
     """
-    spread = Spread.of(strategy, tile, stride, strict, window, overlap, profile)
+    spread = Spread.of(strategy, tile, stride, strict, window, overlap, profile, shards_per_tile)
     check_readable(latent)
     verdict = on_ranks(_work, ranks, device and device.value, latent, vae, spread, dtype.value)
     if verdict is None:  # a rank of torchrun that is not the driver
@@ -85,6 +88,8 @@ def _work(seat: Seat, path: Path, folder: Path, spread: Spread, dtype: str) -> V
     (bytes_sent,) = total(seat, report.bytes_sent)
     if pixels is None:
         return None
+    if report.strategy == "shard" and hasattr(vae, "use_tiling"):
+        vae.use_tiling = False
     comparison = compare(pixels, decode_alone(vae, latents, seat))
     return Verdict(report, bytes_sent, comparison, keeps_promise(comparison, report.strategy))
 

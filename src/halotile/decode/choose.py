@@ -26,10 +26,10 @@ def check_class(vae: Any, halves: Sequence[Half], options: Options) -> None:
             raise UnsupportedError(f"{name} has no method {half!r}{hint}")
     if options.tiling is not None:
         check_grid_class(vae, options.tiling)
-    elif options.strategy == "tile":
-        reason = _no_tile_loop(vae, halves)
+    elif options.strategy in ("tile", "hybrid"):
+        reason = no_tile_loop(vae, halves)
         if reason is not None:
-            raise UnsupportedError(f"{name} cannot be run with strategy='tile': {reason}")
+            raise UnsupportedError(f"{name} cannot be run with strategy={options.strategy!r}: {reason}")
 
 
 def choose(vae: Any, half: Half, options: Options, ranks: Ranks) -> tuple[str, str]:
@@ -42,7 +42,7 @@ def choose(vae: Any, half: Half, options: Options, ranks: Ranks) -> tuple[str, s
         return "serial", "auto: serial, since the group has one rank"
     if not getattr(vae, "use_tiling", False):
         return "serial", "auto: serial, since tiling is off and there is nothing to deal"
-    missing = _no_tile_loop(vae, [half])
+    missing = no_tile_loop(vae, [half])
     if missing is not None:
         return "serial", f"auto: serial, since {missing}"
     return "tile", "auto: tile, since tiling is on"
@@ -67,7 +67,7 @@ def prepare(vae: Any, half: Half, shape: tuple[int, ...], strategy: str, stack: 
             stack.enter_context(patched(vae, use_tiling=False))
             return "; the VAE's own tiling was off for this call"
         return ""
-    if strategy == "tile":
+    if strategy in ("tile", "hybrid"):
         stack.enter_context(patched(vae, use_tiling=True))
     if not (getattr(vae, "use_tiling", False) or temporal_loop_runs(vae, half, shape)):
         return ""
@@ -82,7 +82,7 @@ def prepare(vae: Any, half: Half, shape: tuple[int, ...], strategy: str, stack: 
     return "".join(notes)
 
 
-def _no_tile_loop(vae: Any, halves: Sequence[Half]) -> str | None:
+def no_tile_loop(vae: Any, halves: Sequence[Half]) -> str | None:
     if not hasattr(vae, "use_tiling"):
         return "the class has no tile loop of its own (no attribute use_tiling)"
     unread = next((UNREAD[cls.__name__] for cls in type(vae).__mro__ if cls.__name__ in UNREAD), None)

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from halotile.decode.foresee import restored
+from halotile.decode.follow import SIDES_LAT, follow
+from halotile.decode.known import cache_path, key_of, read, write
 from halotile.decode.memory import Watch
-from halotile.decode.patch import patched
 from halotile.errors import PlanError, UnsupportedError
-from halotile.families import takes_timestep
-from halotile.families.cuts import temporal_chunks
+from halotile.planning.situation import Term, peak_of
 
-Term = tuple[float, float, float]
-"""Bytes that do not grow, bytes a latent cell, bytes a pair of latent cells."""
-
-# latents along height and width of the smaller of the two tiles; the other has twice as many
-_SIDE_LAT = 16
 # bytes of what is not followed: numbers that a loop over rows makes, once a row
 _NUMBERS = 256
 
@@ -50,23 +35,25 @@ class Footprint:
 
     def peak_bytes(self, cells: int) -> int:
         """Predicted bytes for a tile of so many cells."""
-        return math.ceil(max(fixed + cells * (a + cells * b) for fixed, a, b in self.terms))
+        peak = peak_of(self.terms, cells)
+        assert peak is not None
+        return peak
 
 
 def footprint_of(vae: Any, latent_shape: Sequence[int]) -> Footprint:
     """The footprint of decoding tiles of latents `B C [F] H W`; height and width of `latent_shape` do not matter.
 
     Measured once for each class, configuration, dtype, batch, number of frames and loop over them, and kept in
-    `cache_path()`, a JSON file. Delete it to measure anew; one that cannot be read or written is done without.
+    `footprints.json` (`halotile.decode.known`). Delete it to measure anew.
     """
-    path, key = cache_path(), _key(vae, latent_shape)
-    known = _read(path)
+    path, key = cache_path("footprints.json"), key_of(vae, latent_shape)
+    known = read(path)
     try:
         return Footprint(tuple((float(f), float(a), float(b)) for f, a, b in known[key]["terms"]))
     except (KeyError, TypeError, ValueError, PlanError):
         pass
     measured = measure(vae, latent_shape)
-    _write(path, known | {key: {"terms": measured.terms, "about": "bytes, bytes a latent cell, bytes a pair of cells"}})
+    write(path, known | {key: {"terms": measured.terms, "about": "bytes, bytes a latent cell, bytes a pair of cells"}})
     return measured
 
 
@@ -78,7 +65,7 @@ def measure(vae: Any, latent_shape: Sequence[int]) -> Footprint:
 
     Raises UnsupportedError when the class cannot be followed without data.
     """
-    sides = (_SIDE_LAT, 2 * _SIDE_LAT)
+    sides = SIDES_LAT
     small, large = ([*_changes(vae, (*latent_shape[:-2], side, side))] for side in sides)
     if [number for number, _ in small] != [number for number, _ in large]:
         raise UnsupportedError(
@@ -96,14 +83,6 @@ def measure(vae: Any, latent_shape: Sequence[int]) -> Footprint:
     return Footprint(tuple(_largest(moments)))
 
 
-def cache_path() -> Path:
-    """The file of measured footprints: `$HALOTILE_CACHE/footprints.json`, by default in the user's cache folder."""
-    folder = os.environ.get("HALOTILE_CACHE")
-    if not folder:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "halotile")
-    return Path(folder) / "footprints.json"
-
-
 class _Changes(Watch):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
@@ -116,29 +95,12 @@ class _Changes(Watch):  # type: ignore[no-untyped-call]
 
 
 def _changes(vae: Any, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The storages of a decode in the order in which they come and go; the VAE is left as it was."""
-    weight = next(iter(vae.parameters()))
-    tiling = {"use_tiling": False} if hasattr(vae, "use_tiling") else {}
+    """The storages of a decode in the order in which they come and go."""
     watch = _Changes()
-    try:
-        with (
-            torch.no_grad(),
-            restored(list(vae.modules())),
-            patched(vae, **tiling),
-            FakeTensorMode(allow_non_fake_inputs=True),
-        ):
-            latents = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            more = {"temb": latents.new_zeros(shape[0])} if takes_timestep(vae) else {}
-            with watch:
-                # not what `parallelize` put in its place: planning is no call of a group
-                result = type(vae).decode(vae, latents, **more)
-            # what is let go of after the decode is not its business
-            found = list(watch.all)
-            del result
-    except Exception as error:
-        raise UnsupportedError(
-            f"what a tile of {type(vae).__name__} holds cannot be told without data: {type(error).__name__}: {error}"
-        ) from error
+    result = follow(vae, "decode", shape, watch)
+    # what is let go of after the decode is not its business
+    found = list(watch.all)
+    del result
     return found
 
 
@@ -157,39 +119,3 @@ def _largest(moments: Iterable[Term]) -> list[Term]:
         if not any(all(theirs >= ours for theirs, ours in zip(other, moment, strict=True)) for other in kept):
             kept.append(moment)
     return kept
-
-
-def _key(vae: Any, latent_shape: Sequence[int]) -> str:
-    weight = next(iter(vae.parameters()))
-    config = json.dumps(dict(vae.config), sort_keys=True, default=str)
-    # a loop over frames holds its chunks
-    chunks = temporal_chunks(vae, tuple(latent_shape))
-    # what programs set on a VAE, and takes part in what a decode holds
-    settings = {name: value for name, value in vars(vae).items() if isinstance(value, (bool, int, float, str))}
-    settings = {name: value for name, value in settings.items() if not name.startswith(("tile_", "use_tiling"))}
-    processors = sorted({type(part.processor).__name__ for part in vae.modules() if hasattr(part, "processor")})
-    kind = weight.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    set_to = f"{sorted(settings.items())} {processors} {autocast}"
-    facts = f"{config} {chunks} {set_to} torch {torch.__version__} diffusers {version('diffusers')} {kind}"
-    lead = " x ".join(map(str, latent_shape[:-2]))
-    return f"{type(vae).__name__} {str(weight.dtype)[6:]} {lead} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write(path: Path, known: dict[str, Any]) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(known, indent=1))
-        os.replace(part, path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()

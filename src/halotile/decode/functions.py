@@ -29,6 +29,7 @@ def decode(
     scheduler: Scheduler = "balanced",
     strict: bool = False,
     dim: int | None = None,
+    shards_per_tile: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     progress: Progress | None = None,
     **own: Any,
@@ -41,7 +42,7 @@ def decode(
     """
     return _once(
         vae, "decode", latents, own, group, strategy=strategy, deliver=deliver, tiling=tiling, scheduler=scheduler,
-        driver=driver, strict=strict, dim=dim, timeout_s=timeout_s, progress=progress,
+        driver=driver, strict=strict, dim=dim, shards_per_tile=shards_per_tile, timeout_s=timeout_s, progress=progress,
     )  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def encode(
     scheduler: Scheduler = "balanced",
     strict: bool = False,
     dim: int | None = None,
+    shards_per_tile: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     progress: Progress | None = None,
     **own: Any,
@@ -69,7 +71,7 @@ def encode(
     """
     return _once(
         vae, "encode", pixels, own, group, strategy=strategy, deliver=deliver, tiling=tiling, scheduler=scheduler,
-        driver=driver, strict=strict, dim=dim, timeout_s=timeout_s, progress=progress,
+        driver=driver, strict=strict, dim=dim, shards_per_tile=shards_per_tile, timeout_s=timeout_s, progress=progress,
     )  # fmt: skip
 
 

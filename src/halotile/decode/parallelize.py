@@ -35,6 +35,7 @@ def parallelize(
     driver: int = 0,
     strict: bool = False,
     dim: int | None = None,
+    shards_per_tile: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Handle:
@@ -47,33 +48,35 @@ def parallelize(
     group: a process group that this process is a member of; None is the default group, or this process alone where
         torch.distributed is not initialised. strategy: `tile` deals the tiles of the VAE's own loop (turned on for the
         call if it is off), `shard` runs the untiled call once over all ranks, each with its rows of every activation
-        (the VAE's tiling is off for the call), `serial` runs the VAE as it is, `auto` takes `tile` when the VAE's
-        tiling is on.
+        (the VAE's tiling is off for the call), `hybrid` deals the tiles to subgroups of `shards_per_tile` consecutive
+        ranks (which must divide the group's), in which each tile is cut into rows, `serial` runs the VAE as it is,
+        `auto` chooses by what it predicts of each, and says why in the report: see `explain`.
     deliver: `all` ranks get the result, or the `driver` alone (the outputs of the others hold None), or each its rows
         (`sharded`: `report.extents` says how many). scheduler: how chains of tiles are dealt. halves: which methods to
         change.
     driver: the group-local rank that `deliver="driver"` means, and that `progress(done, total)` is called on.
-    strict: with `shard`, an operation that has no rule for sharded rows is an UnsupportedError, not a whole tensor on
-        every rank (`report.gathers`). dim: the spatial dim that `shard` and `deliver="sharded"` deal; None is height
-        (-2), but the first spatial dim (2) for inputs of five dims of models that are not of diffusers: those are taken
-        for volumes, `B C D H W`. A video decoder from elsewhere, `B C F H W`, is given -2.
+    strict: with `shard` and `hybrid`, an operation that has no rule for sharded rows is an UnsupportedError, not a
+        whole tensor on every rank (`report.gathers`). dim: the spatial dim that `shard` and `deliver="sharded"` deal;
+        None is height (-2), but the first spatial dim (2) for inputs of five dims of models that are not of diffusers:
+        those are taken for volumes, `B C D H W`. A video decoder from elsewhere, `B C F H W`, is given -2.
     timeout_s: how long to wait for ranks that do not come, or stop making progress. tiling: a TileCountConfig or
         TileSizeConfig: with `tile`, tiles of that grid, each run by the VAE's untiled call (or by the VAE's own loop,
         where its tiling is on) and blended, in place of the VAE's own tiles. The result is then that of the grid:
         approximate against the untiled call, and the same bits for every number of ranks.
 
-    The result is equal to one rank's, bitwise (`serial`, `tile`: of the tiled call) or to rounding (`shard`: of the
-    untiled one), in the dtype of the input; a picture in another dtype than the VAE's is cast to it once. Runs without
-    gradients.
+    The result is equal to one rank's, bitwise (`serial`, `tile`: of the tiled call) or to rounding (`hybrid`: of the
+    tiled call, with the same bits for every number of subgroups; `shard`: of the untiled one), in the dtype of the
+    input; a picture in another dtype than the VAE's is cast to it once. Runs without gradients.
 
     Raises UnsupportedError (a class or option that cannot be served), PlanError (unknown option), MembershipError. The
     changed methods raise those and GradientError before any traffic, MismatchError, MissingRankError and
-    RemoteRankError on every rank. After a RemoteRankError or MissingRankError in the midst of a `shard` call the group
-    is lost: later calls on it raise LostGroupError.
+    RemoteRankError on every rank. After a RemoteRankError or MissingRankError in the midst of a `shard` or `hybrid`
+    call the group is lost: later calls on it raise LostGroupError.
     """
     options = Options(
-        strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler, strict=strict, dim=dim, tiling=tiling
-    )
+        strategy=strategy, deliver=deliver, driver=driver, scheduler=scheduler, strict=strict, dim=dim, tiling=tiling,
+        shards_per_tile=shards_per_tile,
+    )  # fmt: skip
     if isinstance(halves, str):
         raise PlanError(f"halves={halves!r}: give a tuple, such as ({halves!r},)")
     if progress is not None and not callable(progress):
@@ -85,7 +88,7 @@ def parallelize(
     if handle_of(vae) is not None:
         raise UnsupportedError(f"this {type(vae).__name__} is parallelized already; call remove() on its handle first")
     ranks = Ranks.of(group, timeout_s)
-    options.receivers(ranks)
+    options.check_group(ranks)
     return Handle(vae, tuple(halves), ranks, options, progress)
 
 

@@ -1,0 +1,121 @@
+"""Measure the rates that strategies are chosen by, on the ranks of a group and with the VAE itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from halotile.comm import DEFAULT_TIMEOUT_S, Ranks
+from halotile.decode.functions import decode
+from halotile.decode.options import Strategy
+from halotile.decode.patch import patched
+from halotile.decode.rates import keep_rates
+from halotile.decode.workload import Workload, workload_of
+from halotile.errors import PlanError
+from halotile.families import takes_timestep
+from halotile.planning.situation import Rates, grown
+
+STRATEGIES: tuple[Strategy, ...] = ("serial", "shard")
+_MESSAGE_BYTES = 1 << 24
+
+
+def calibrate(
+    vae: Any,
+    latent_shape: Sequence[int],
+    group: dist.ProcessGroup | Ranks | None = None,
+    *,
+    repeats: int = 3,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Rates:
+    """Time whole and sharded decodes of `latent_shape` (`B C H W`, `B C F H W`) and of half its height and width.
+
+    Every rank of the group calls it. Of `repeats` the fastest counts, and of the ranks the slowest. What grows from the
+    small decode to the large one is the rate, what does not is the fixed cost of a call, or of the places where a
+    sharded call looks across rows. The first rank keeps the result for `strategy="auto"` (`rates.json`,
+    `halotile.decode.known`). Raises PlanError for latents too small to be cut in half over the ranks.
+    """
+    ranks, shape = Ranks.of(group, timeout_s), tuple(latent_shape)
+    small = (*shape[:-2], shape[-2] // 2, shape[-1] // 2)
+    if len(shape) not in (4, 5) or min(small) < 1 or small[-2] < ranks.size:
+        raise PlanError(f"latents of {shape} are too small: half the height must have a row for each of {ranks.size}")
+    workload = workload_of(vae, "decode", shape)
+    weight = next(iter(vae.parameters()))
+    seconds: dict[str, float] = {}
+    tiling = {"use_tiling": False} if hasattr(vae, "use_tiling") else {}
+    with patched(vae, **tiling):
+        for name, size in (("small", small), ("large", shape)):
+            latents = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+            own: dict[str, Any] = {"temb": latents.new_zeros(size[0])} if takes_timestep(vae) else {}
+            for strategy in STRATEGIES if ranks.size > 1 else STRATEGIES[:1]:
+                work = partial(decode, vae, latents, ranks, strategy, **own)
+                seconds[f"{strategy} {name}"] = _slowest(work, ranks, weight.device, repeats)
+    pass_on = partial(_pass_on, ranks, weight.device)
+    carried = _slowest(pass_on, ranks, weight.device, repeats) if ranks.size > 1 else 0.0
+    where = time.strftime("%Y-%m-%d", time.gmtime())
+    source = f"calibrated {where} with {ranks.size} ranks and latents of {' x '.join(map(str, shape))}"
+    rates = rates_from(workload, ranks.size, small[-2:], shape[-2:], seconds, carried, source)
+    if ranks.rank == 0:
+        keep_rates(vae, weight.device, rates)
+    return rates
+
+
+def rates_from(
+    workload: Workload,
+    ranks: int,
+    small: Sequence[int],
+    large: Sequence[int],
+    seconds: dict[str, float],
+    carried_s: float,
+    source: str,
+) -> Rates:
+    """The rates that explain the seconds; see `calibrate`.
+
+    Example: 1e9 and 4e9 operations in 0.11 and 0.41 s are 1e10 a second and 0.01 s a call.
+    """
+    few, many = (grown(workload.flops, math.prod(size)) for size in (small, large))
+    flops_per_s, call_s = _line(few, many, seconds["serial small"], seconds["serial large"])
+    if ranks == 1:
+        return Rates(flops_per_s, call_s, 1.0, 0.0, 1e9, source)
+    shares = [math.ceil(size[0] / ranks) / size[0] for size in (small, large)]
+    own = [few * shares[0], many * shares[1]]
+    per_s, fixed_s = _line(own[0], own[1], seconds["shard small"], seconds["shard large"])
+    exchange_s = max(0.0, fixed_s - call_s) / max(1, workload.exchanges)
+    bytes_per_s = _MESSAGE_BYTES / max(carried_s, 1e-9)
+    return Rates(flops_per_s, call_s, max(1.0, flops_per_s / per_s), exchange_s, bytes_per_s, source)
+
+
+def _line(few: float, many: float, short: float, long: float) -> tuple[float, float]:
+    """Operations a second, and the seconds that do not grow; all of them grow where the times are out of order."""
+    if long <= short:
+        return many / long, 0.0
+    per_s = (many - few) / (long - short)
+    fixed = short - few / per_s
+    return (per_s, fixed) if fixed >= 0 else (many / long, 0.0)
+
+
+def _slowest(work: Callable[[], object], ranks: Ranks, device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of some repeats, one before them to warm up, on the slowest rank."""
+    taken = []
+    for _ in range(repeats + 1):
+        ranks.transport.all_reduce(torch.zeros(1, device=device))
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - started)
+    longest = torch.tensor([min(taken[1:])], dtype=torch.float64, device=device)
+    return float(ranks.transport.all_reduce(longest, "max"))
+
+
+def _pass_on(ranks: Ranks, device: torch.device) -> None:
+    """A large message to the next rank, and one from the rank before."""
+    sent, got = (torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    sent.zero_()
+    after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+    ranks.transport.exchange([(after, sent)], [(before, got)])
