@@ -405,7 +405,7 @@ def _wrong(group):
     with pytest.raises(MembershipError, match="driver=7 is not a rank of this group of 2"):
         _stream(vae, z, group, driver=7)
     with pytest.raises(PlanError, match="stream needs a tiling"):
-        _stream(vae, z, group, None)
+        _stream(tiny.build("AutoencoderKLMochi"), z, group, None)
     with pytest.raises(halotile.MismatchError, match="driver: rank 0 has 0, rank 1 has 1"):
         _stream(vae, z, group, driver=rank)
     with pytest.raises(RemoteRankError if rank else PlanError, match="height, 6 latents: 9 tiles"):

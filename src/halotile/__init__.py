@@ -4,18 +4,23 @@ from halotile import errors, families
 from halotile.builders import DistributedDecoderBuilder, DistributedVideoDecoder
 from halotile.comm import Ranks
 from halotile.decode import (
+    ChunkDecoder,
+    ChunkReport,
     DecodeReport,
     Handle,
     Stream,
+    calibrate,
     decode,
     enable_tiling,
     encode,
+    explain,
     parallelize,
     plan,
     price_window,
     stream,
     tiled_decode_for,
 )
+from halotile.denoise import DenoiseReport, TiledDataParallelBuilder, TiledDenoiser
 from halotile.errors import (
     BusyError,
     GradientError,
@@ -44,7 +49,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BusyError",
+    "ChunkDecoder",
+    "ChunkReport",
     "DecodeReport",
+    "DenoiseReport",
     "DimensionSizeConfig",
     "DimensionTilingConfig",
     "DistributedDecoderBuilder",
@@ -65,13 +73,17 @@ __all__ = [
     "TileCountConfig",
     "TilePlan",
     "TileSizeConfig",
+    "TiledDataParallelBuilder",
+    "TiledDenoiser",
     "UnsupportedError",
     "apply_tile_plan",
     "balanced_tile_split",
+    "calibrate",
     "decode",
     "enable_tiling",
     "encode",
     "errors",
+    "explain",
     "families",
     "parallelize",
     "plan",

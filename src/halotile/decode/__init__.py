@@ -1,6 +1,9 @@
 """Decoding and encoding over ranks."""
 
 from halotile.decode.batches import Stream
+from halotile.decode.calibrate import calibrate
+from halotile.decode.chunks import ChunkDecoder, ChunkReport
+from halotile.decode.explain import explain
 from halotile.decode.functions import decode, enable_tiling, encode
 from halotile.decode.options import Progress, Strategy
 from halotile.decode.parallelize import Handle, parallelize
@@ -10,14 +13,18 @@ from halotile.decode.report import DecodeReport
 from halotile.decode.stream import stream
 
 __all__ = [
+    "ChunkDecoder",
+    "ChunkReport",
     "DecodeReport",
     "Handle",
     "Progress",
     "Strategy",
     "Stream",
+    "calibrate",
     "decode",
     "enable_tiling",
     "encode",
+    "explain",
     "parallelize",
     "plan",
     "price_window",

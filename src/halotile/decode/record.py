@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halotile.decode.carried import Carried
 from halotile.decode.door import tensor_of
 from halotile.decode.foresee import Companion, Foresight, Outcome, Past
 from halotile.decode.patch import patched
@@ -52,17 +53,22 @@ class Recording:
 
 
 def record(
-    vae: Any, half: Half, family: Family | None, size: tuple[int, int], plain: Callable[[], object]
+    vae: Any,
+    half: Half,
+    family: Family | None,
+    size: tuple[int, int],
+    plain: Callable[[], object],
+    carried: Carried | None = None,
 ) -> Recording:
     """Run `plain` (the VAE's own decode or encode) with a network that computes nothing, and return its calls.
 
     `size` is the height and width of the input. Raises UnsupportedError when the loop cannot be dealt: it needs the
     values of a result while it still makes calls, or steers its network by other means than arguments. Raises PlanError
-    when the loop of a class without a row loses rows.
+    when the loop of a class without a row loses rows. `carried`: what the chains were left with by the chunk before.
     """
     network = network_of(vae, half)
     unit = None if family is None else 1 if half == "decode" else family.ratio(vae)
-    recorder = _Recorder(vae, network, family, unit)
+    recorder = _Recorder(vae, network, family, unit, carried)
     shell: object = None
     with ExitStack() as stack:
         stack.enter_context(stand_in(network, recorder.forward))
@@ -87,6 +93,8 @@ def record(
         raise UnsupportedError(f"{half} of {type(vae).__name__} never calls its {type(network).__name__} as a whole")
     if family is None:
         _check_size(type(vae).__name__, recorder, shell, size)
+    if carried is not None:
+        carried.foreseen(list(recorder.pasts.values()))
     return recorder.recording()
 
 
@@ -137,7 +145,10 @@ def _keep_second(a: torch.Tensor, b: torch.Tensor, *extent: object, **dims: obje
 class _Recorder:
     """The stand-in for a network's `forward`."""
 
-    def __init__(self, vae: Any, network: nn.Module, family: Family | None, unit: int | None) -> None:
+    def __init__(
+        self, vae: Any, network: nn.Module, family: Family | None, unit: int | None, carried: Carried | None = None
+    ) -> None:
+        self.carried = carried
         self.carries = family is not None and family.carries is not None
         # stand-ins on the meta device cost nothing, and show when a result is needed too early
         self.on_meta = family is None or family.record_on == "meta"
@@ -161,7 +172,11 @@ class _Recorder:
         if self.witness is not None:
             self.witness.check((*args, *kwargs.values()))
         chain = self._chain(args, kwargs)
-        past = self.pasts.setdefault(chain, Past())
+        if chain not in self.pasts:
+            self.pasts[chain] = Past()
+            if self.carried is not None:
+                kwargs = self.carried.foresee(len(self.pasts) - 1, self.pasts[chain], kwargs)
+        past = self.pasts[chain]
         # of an unknown loop, copies: it may use the memory of its inputs again
         kept_args, kept_kwargs = _frozen((args, kwargs), copy=self.witness is not None)
         outcome = self.foresight.call(index, args, kwargs, past)

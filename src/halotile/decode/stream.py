@@ -12,6 +12,7 @@ import torch.distributed as dist
 from halotile.comm import DEFAULT_TIMEOUT_S, Call, Mailbox, Ranks
 from halotile.decode.batches import Stream
 from halotile.decode.choose import check_class
+from halotile.decode.chunk_stream import ChunkStream, comes_in_chunks, stream_chunks
 from halotile.decode.door import arguments_fact, check_input, dtype_of
 from halotile.decode.functions import as_vae
 from halotile.decode.grid import make_tile, plan_grid
@@ -34,7 +35,7 @@ def stream(
     latents: torch.Tensor,
     group: dist.ProcessGroup | Ranks | None = None,
     *,
-    tiling: Tiling,
+    tiling: Tiling | None = None,
     driver: int = 0,
     device_fn: Placement | None = None,
     scheduler: Scheduler = "balanced",
@@ -42,7 +43,7 @@ def stream(
     progress: Progress | None = None,
     mailbox: Mailbox | None = None,
     **own: Any,
-) -> Stream:
+) -> Stream | ChunkStream:
     """Decode `latents` (`B C F H W`) over the ranks of `group` in tiles of `tiling`, frames first come first.
 
     Every rank calls it with the same latents. On the `driver` (a group-local rank) it returns an iterator of temporal
@@ -60,6 +61,12 @@ def stream(
     the group's messages, between processes of one machine. own: further arguments of the VAE's `decode`. timeout_s, and
     what is raised, are as in `parallelize`.
 
+    Without `tiling`, clips of the classes of `ChunkDecoder` come in chunks: a batch for each latent frame (each two of
+    CogVideoX's, each window of a class with windows over frames), each as soon as it is decoded, and together what
+    `decode` makes of the whole clip, as exactly as chunks are. The strategy is that of `auto`. All ranks work on each
+    chunk, when the driver asks for it: the others return from this call when the driver's iterator has ended or is
+    left, and raise MissingRankError when the driver asks for nothing for `timeout_s`.
+
     The driver decodes its own tiles when a batch is asked for. It holds the frames that are not finished, one batch and
     that batch's tiles. The others hold their finished tiles until the driver takes them, at most their share of the
     result each; they keep them when they go on to the next call or to the end of the program, which waits for the
@@ -71,10 +78,15 @@ def stream(
     work, raise RemoteRankError; those that are done see it when they iterate.
     """
     ranks = Ranks.of(group, timeout_s)
+    if tiling is None and mailbox is None and comes_in_chunks(vae):
+        return stream_chunks(vae, latents, ranks, driver, device_fn, scheduler, progress, own)
     started, before = time.perf_counter(), ranks.counters.snapshot()
     with Call(ranks) as call, torch.no_grad():
         if tiling is None:
-            raise PlanError("stream needs a tiling: a TileCountConfig or a TileSizeConfig; decode() can do without")
+            raise PlanError(
+                "stream needs a tiling, a TileCountConfig or a TileSizeConfig, for a mailbox and for all classes but "
+                f"those of ChunkDecoder, and this is a {type(vae).__name__}; decode() can do without"
+            )
         target = as_vae(vae, "decode")
         options = Options(strategy="tile", deliver="driver", driver=driver, scheduler=scheduler, tiling=tiling)
         check_class(target, ["decode"], options)

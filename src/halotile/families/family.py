@@ -27,6 +27,8 @@ class Family:
     forgotten: attributes that the network writes on its modules and never reads.
     own_slicing: whether the class's `use_slicing` works with every argument of `decode`.
     rectangles: how halotile stands in for the class's own loop where attributes that it does not know are set.
+    causal: how its network hands state from latent frame to latent frame, when it does.
+    windows: its loop over frames in windows that overlap, when it has one, read off a VAE.
     refuse: what the class's own loop gets wrong, as a function of (vae, half, input shape) to a reason or None.
     refuse_frames: the same, where it is a matter of the frames (or the batch), and not of the window.
     """
@@ -44,6 +46,8 @@ class Family:
     forgotten: tuple[str, ...] = ()
     own_slicing: bool = True
     rectangles: Rectangles | None = None
+    causal: Causal | None = None
+    windows: Callable[[Any], Windows] | None = None
     refuse: tuple[Callable[[Any, Half, tuple[int, ...]], Reason | None], ...] = ()
     refuse_frames: tuple[Callable[[Any, Half, tuple[int, ...]], Reason | None], ...] = ()
 
@@ -72,6 +76,45 @@ class Frames:
 
     ratio: Callable[[Any], int]
     apart: Reason = ""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """State that a class's network hands from one latent frame to the next ones, so that a clip may come in chunks.
+
+    where, name: where the state is: in a `list` that the network is given under `name` and writes into; in the value
+    that it is given under `name` and gives back (`returned`) beside its result; in the attribute `name` of its
+    `modules`. first: the network's argument that marks the first latent frame, if it has one. batch: how many latent
+    frames the class's loop gives to the network at a time; what the clip has more than a multiple comes with the first.
+    refuse: why this VAE cannot be run in chunks, as a function of (vae, input shape) to a reason or None.
+    """
+
+    where: Literal["list", "returned", "modules"]
+    name: str
+    first: str = ""
+    batch: Callable[[Any], int] = lambda vae: 1
+    refuse: Callable[[Any, tuple[int, ...]], Reason | None] = lambda vae, shape: None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A class's loop over frames as it is set on one VAE.
+
+    window, stride: latent frames of a window, and from one to the next. kept: frames of the result that a window adds;
+    lead: how many more the first adds. dropped: which frame of a later window's result is left out. mix: the class's
+    blend of two results over `blend` frames, as (earlier, later) to what is left of the later. tail: whether the last
+    window adds all that it has. off: attributes to set while one window is decoded by itself.
+    """
+
+    window: int
+    stride: int
+    kept: int
+    blend: int
+    mix: Callable[[Any, Any], Any]
+    lead: int = 0
+    dropped: Literal["first", "last", ""] = ""
+    tail: bool = False
+    off: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

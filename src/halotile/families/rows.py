@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from halotile.families.axis_loop import Half
+from halotile.families.chunks import COGVIDEOX, FEATURES, FEATURES_FIRST, MAGVIT, minimax_windows, windows_dropping
 from halotile.families.family import Family, Frames, Reason, Rectangles, Temporal
 from halotile.families.loops import AxisFactor, AxisMinOverlap, AxisStride, HardCoded
 from halotile.families.squares import SquareFactor, SquareMask
@@ -172,15 +173,16 @@ _ROWS = (
         forgotten=("last_z_shape",),
         rectangles=Rectangles("tiled_decode", "_tiled_encode"),
     ),
-    Family("AutoencoderKLWan", _FOLDED, _SPATIAL, frames=_DOUBLED),
-    Family("AutoencoderKLQwenImage21", _FOLDED, _SPATIAL, frames=_DOUBLED),
-    Family("AutoencoderKLQwenImage", AxisStride(), _SPATIAL, frames=_DOUBLED),
+    Family("AutoencoderKLWan", _FOLDED, _SPATIAL, frames=_DOUBLED, causal=FEATURES_FIRST),
+    Family("AutoencoderKLQwenImage21", _FOLDED, _SPATIAL, frames=_DOUBLED, causal=FEATURES_FIRST),
+    Family("AutoencoderKLQwenImage", AxisStride(), _SPATIAL, frames=_DOUBLED, causal=FEATURES),
     Family(
         "AutoencoderKLHunyuanVideo",
         AxisStride(),
         _SPATIAL,
         temporal=Temporal("use_framewise_decoding", "use_framewise_encoding"),
         frames=_FRAMES,
+        windows=windows_dropping("first"),
         blends=_LTX_BLENDS,
     ),
     # enable_tiling leaves the latent window as it was when only the one in pixels is given
@@ -211,6 +213,7 @@ _ROWS = (
         _SPATIAL,
         temporal=_LTX,
         frames=_FRAMES,
+        windows=windows_dropping("last"),
         blends=_LTX_BLENDS,
         own_slicing=False,
     ),
@@ -221,6 +224,7 @@ _ROWS = (
         min_tile_lat=_two_to_reflect,
         temporal=_LTX,
         frames=_FRAMES,
+        windows=windows_dropping("last"),
         blends=_LTX_BLENDS,
         own_slicing=False,
     ),
@@ -233,6 +237,7 @@ _ROWS = (
             apart="it decodes clips of a fixed number of latent frames, each with frames of its own left out, so that "
             "frames of a tile would not fall in place",
         ),
+        windows=minimax_windows,
         blends=("_blend",),
         refuse=(_minimax_overlap,),
         refuse_frames=(_minimax_frames,),
@@ -246,6 +251,7 @@ _ROWS = (
             apart="an odd number of latent frames makes one frame and the ratio for each further one, an even number "
             "the ratio for each, so that frames of a tile would not fall in place",
         ),
+        causal=COGVIDEOX,
     ),
     Family("AutoencoderKLMochi", AxisStride(), _SPATIAL, frames=_FRAMES, refuse=(_mochi_framewise,)),
     Family(
@@ -254,6 +260,7 @@ _ROWS = (
         _SPATIAL,
         frames=Frames(_attribute("temporal_compression_ratio"), apart=_CACHED),
         carries="_clear_conv_cache",
+        causal=MAGVIT,
         refuse=(_magvit_encode,),
     ),
     Family("AutoencoderDC", AxisStride(latent_pair=True), _SPATIAL, refuse=(_dc_padding,)),
