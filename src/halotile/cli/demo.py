@@ -15,7 +15,8 @@ import typer
 from halotile.cli.encode import read_pixels
 from halotile.cli.files import FileError, check_writable
 from halotile.cli.launch import Seat, on_ranks, torchrun_world
-from halotile.cli.options import DemoRanksOption, DeviceOption, Spread
+from halotile.cli.options import DemoRanksOption, DeviceOption, Spread, sigmas_of
+from halotile.errors import PlanError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,25 +68,60 @@ def demo(
         "out"
     ),
     device: DeviceOption = None,
+    denoise: Annotated[
+        bool, typer.Option("--denoise", help="Show tiled denoising instead: upscale the photograph's latent in tiles.")
+    ] = False,
+    sigmas: Annotated[
+        str | None, typer.Option("--sigmas", metavar="S,...", help="With --denoise: first sigmas. (default: 0.5,0.9)")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="With --denoise: steps from there to no noise. (default: 3)")
+    ] = None,
+    side: Annotated[
+        int | None, typer.Option("--side", min=1, metavar="PX", help="With --denoise: picture's side. (default: 512)")
+    ] = None,
 ) -> None:
     """Encode and decode a photograph and a clip on several ranks, and check them against one rank.
 
     Writes photo.png, clip.mp4 and side_by_side.png (the original beside what was decoded, with each tile's border in
     the colour of its rank). Exit code 1 when a result is not bitwise equal to one rank's.
+
+    With --denoise a small diffusion transformer upscales the photograph's latent, whole and in tiles. Writes
+    denoise.png, whole.png and tiled.png.
     """
-    for exhibit in EXHIBITS:
-        if not (DATA / exhibit.vae / "config.json").is_file():
-            raise FileError(f"{DATA / exhibit.vae}: the demonstration VAE is not installed")
+    given = [f"{name} {value}" for name, value in (("--sigmas", sigmas), ("--steps", steps), ("--side", side)) if value]
+    if given and not denoise:
+        raise PlanError(f"{given[0]} would be ignored: it is about --denoise")
+    for folder in ("photo_dit/rotary", "photo_dit/absolute", *(exhibit.vae for exhibit in EXHIBITS)):
+        if not (DATA / folder / "config.json").is_file():
+            raise FileError(f"{DATA / folder}: the demonstration model is not installed")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
     check_writable(out / "side_by_side.png")
+    if denoise:
+        _demo_denoising(out, ranks, device and device.value, sigmas, steps, side)
+        return
     outcomes = on_ranks(_work, ranks or torchrun_world() or 2, device and device.value, out)
     if outcomes is None:  # a rank of torchrun that is not the driver
         return
     _print(outcomes, out)
     if not all(outcome.bitwise for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _demo_denoising(
+    out: Path, ranks: int | None, device: str | None, sigmas: str | None, steps: int | None, side: int | None
+) -> None:
+    from halotile.cli.denoising import Settings, denoise_work, print_findings
+
+    settings = Settings(sigmas_of(sigmas or "0.5,0.9"), steps or 3, side or 512)
+    findings = on_ranks(denoise_work, ranks or torchrun_world() or 2, device, out, settings)
+    if findings is None:  # a rank of torchrun that is not the driver
+        return
+    print_findings(findings, out)
+    if not findings.agree:
         raise typer.Exit(1)
 
 
