@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, run_world
 from test_comm_transports import KINDS, on_members, on_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from halotile.comm import Call, Ranks, fetch_rows, run_virtual
 from halotile.comm.torch_group import StoreBoard
@@ -72,6 +73,51 @@ def _default_group(group):
 
 def test_none_is_the_default_group():
     assert run_world(_default_group, timeout=30) == [(rank, 4, True, True) for rank in range(4)]
+
+
+def _axes(_):
+    """Four ranks as two by two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("transformer", "vae"))
+    found = [_numbers(Ranks.of(mesh[name])) for name in mesh.mesh_dim_names]
+    ranks = Ranks.of(mesh["vae"])
+    with Call(ranks) as call:
+        call.meet({"any": "thing"})
+        summed = int(ranks.transport.all_reduce(torch.tensor([float(dist.get_rank())])))
+    return found, summed, ranks.transport is Ranks.of(mesh["vae"].get_group()).transport
+
+
+def test_an_axis_of_a_device_mesh_is_a_group():
+    results = run_world(_axes, timeout=60)
+    for rank, (found, summed, same) in enumerate(results):
+        row, column = divmod(rank, 2)
+        assert found == [
+            (row, 2, [1 - row], [column, column + 2]),
+            (column, 2, [1 - column], [2 * row, 2 * row + 1]),
+        ]
+        assert summed == [1, 5][row]
+        assert same
+
+
+def _meshes_that_cannot_be(_):
+    texts = []
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("transformer", "vae"))
+    for mesh in (named, init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [1, 2])):
+        try:
+            texts.append(Ranks.of(mesh).size)
+        except MembershipError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_mesh_of_two_axes_and_one_without_this_process_are_refused():
+    for rank, (named, unnamed, pair) in enumerate(run_world(_meshes_that_cannot_be, timeout=60)):
+        assert "DeviceMesh of 2 axes, shape (2, 2)" in named
+        assert named.endswith('pass mesh["transformer"] or mesh["vae"]')
+        assert unnamed.endswith('pass mesh["vae"], of a mesh that is made with mesh_dim_names')
+        if rank in (1, 2):
+            assert pair == 2
+        else:
+            assert f"process {rank} of 4 is not in the DeviceMesh it passed, whose ranks are [1, 2]" in pair
 
 
 def _twice(group):

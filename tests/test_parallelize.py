@@ -13,7 +13,8 @@ import pytest
 import tiled
 import tiny_vaes as tiny
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, run_world
+from torch.distributed.device_mesh import init_device_mesh
 
 import halotile
 from halotile.errors import RemoteRankError, UnsupportedError
@@ -187,6 +188,24 @@ def test_auto_deals_tiles_when_tiling_is_on(tiling: bool, deliver: str) -> None:
             assert tiling or report.loads == (0, 70)
     if deliver == "sharded":
         assert torch.equal(torch.cat([out for out, *_ in results], -2), results[0][1])
+
+
+def _over_an_axis(_, name):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("transformer", "vae"))
+    vae, x = tiled.build_tiled(KL), tiled.tiled_input(KL, "decode")
+    with halotile.parallelize(vae, mesh[name], strategy="tile") as handle:
+        out = vae.decode(x).sample
+    return out, handle.report.ranks, [handle.ranks.global_rank(rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["transformer", "vae"])
+def test_an_axis_of_a_device_mesh_decodes_by_itself(name: str) -> None:
+    with torch.no_grad():
+        expected = tiled.build_tiled(KL).decode(tiled.tiled_input(KL, "decode")).sample
+    for rank, (out, size, members) in enumerate(run_world(_over_an_axis, name)):
+        assert torch.equal(out, expected)
+        assert size == 2
+        assert members == ([rank % 2, rank % 2 + 2] if name == "transformer" else [rank // 2 * 2, rank // 2 * 2 + 1])
 
 
 # --- enable_tiling

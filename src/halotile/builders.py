@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Mailbox, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Group, Mailbox, Ranks
 from halotile.decode import stream
 from halotile.decode.placement import Placement
 from halotile.errors import MembershipError, PlanError, UnsupportedError
@@ -38,7 +37,7 @@ class DistributedVideoDecoder:
         self,
         decoder: Any,
         queue: Mailbox | None,
-        vae_group: dist.ProcessGroup | Ranks | None,
+        vae_group: Group | None,
         vae_tiling: Tiling,
         driver_rank: int = 0,
         *,
@@ -108,7 +107,7 @@ class DistributedDecoderBuilder:
         self,
         inner: Any,
         queue: Mailbox | None,
-        vae_group: dist.ProcessGroup | Ranks | None,
+        vae_group: Group | None,
         vae_tiling: Tiling,
         driver_rank: int = 0,
         registry: Any = None,

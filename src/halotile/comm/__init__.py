@@ -4,7 +4,7 @@ from halotile.comm.agreement import Call, Phase
 from halotile.comm.mailbox import Mailbox
 from halotile.comm.mailbox_ends import Consumer, Letter, Producer
 from halotile.comm.pieces import Delivery, Piece
-from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Ranks
+from halotile.comm.ranks import DEFAULT_TIMEOUT_S, Group, Ranks
 from halotile.comm.rows import Arrivals, Deliver, begin_fetch, deliver_rows, empty_rows, fetch_rows, receiving
 from halotile.comm.subgroup import SubgroupTransport
 from halotile.comm.torch_group import TorchTransport
@@ -21,6 +21,7 @@ __all__ = [
     "Deliver",
     "Delivery",
     "Exchange",
+    "Group",
     "Letter",
     "LinkError",
     "Mailbox",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +30,7 @@ class Ranks:
         self.timeout_s = timeout_s
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | DeviceMesh | Ranks | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
+    def of(cls, group: Group | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Ranks:
         """The ranks of a process group or of one axis of a device mesh; without torch.distributed, this process alone.
 
         `None` is the program's default group where torch.distributed is initialised. A `DeviceMesh` must have one
@@ -93,6 +94,10 @@ class Ranks:
             raise MembershipError(
                 f"{what}={rank} is not a rank of this group of {self.size}; ranks are group-local, 0 to {self.size - 1}"
             )
+
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Ranks
+"""What a call can run over: a process group, one axis of a mesh, or the ranks of either."""
 
 
 def _axis(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Group, Ranks
 from halotile.decode.functions import decode
 from halotile.decode.options import Strategy
 from halotile.decode.patch import patched
@@ -28,7 +27,7 @@ _MESSAGE_BYTES = 1 << 24
 def calibrate(
     vae: Any,
     latent_shape: Sequence[int],
-    group: dist.ProcessGroup | Ranks | None = None,
+    group: Group | None = None,
     *,
     repeats: int = 3,
     timeout_s: float = DEFAULT_TIMEOUT_S,

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Group, Ranks
 from halotile.decode.carried import Carried
 from halotile.decode.choose import check_class
 from halotile.decode.clip import Clip
@@ -82,7 +81,7 @@ class ChunkDecoder:
     def __init__(
         self,
         vae: Any,
-        group: dist.ProcessGroup | Ranks | None = None,
+        group: Group | None = None,
         strategy: Strategy = "auto",
         deliver: Deliver = "all",
         *,

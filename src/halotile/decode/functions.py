@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Group, Ranks
 from halotile.decode.door import tensor_of
 from halotile.decode.options import Progress, Strategy
 from halotile.decode.parallelize import HALVES, Handle, handle_of, parallelize
@@ -20,7 +19,7 @@ from halotile.planning.tilings import Tiling
 def decode(
     vae: Any,
     latents: torch.Tensor,
-    group: dist.ProcessGroup | Ranks | None = None,
+    group: Group | None = None,
     strategy: Strategy = "auto",
     tiling: Tiling | None = None,
     deliver: Deliver = "all",
@@ -49,7 +48,7 @@ def decode(
 def encode(
     vae: Any,
     pixels: torch.Tensor,
-    group: dist.ProcessGroup | Ranks | None = None,
+    group: Group | None = None,
     strategy: Strategy = "auto",
     tiling: Tiling | None = None,
     deliver: Deliver = "all",
@@ -75,7 +74,7 @@ def encode(
     )  # fmt: skip
 
 
-def enable_tiling(vae: Any, process_group: dist.ProcessGroup | Ranks | None = None, **own: Any) -> Handle | None:
+def enable_tiling(vae: Any, process_group: Group | None = None, **own: Any) -> Handle | None:
     """Turn the VAE's own tiling on, and share its tiles over `process_group`; every rank gets the full result.
 
     `own` goes to the VAE's `enable_tiling`: tile geometry, the loop over frames and the blending stay the VAE's. On
@@ -104,7 +103,7 @@ def enable_tiling(vae: Any, process_group: dist.ProcessGroup | Ranks | None = No
 
 
 def _once(
-    vae: Any, half: Half, x: torch.Tensor, own: dict[str, Any], group: dist.ProcessGroup | Ranks | None, **options: Any
+    vae: Any, half: Half, x: torch.Tensor, own: dict[str, Any], group: Group | None, **options: Any
 ) -> torch.Tensor | None:
     ranks = Ranks.of(group)
     try:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from types import MethodType, TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
-from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Deliver, Group, Ranks
 from halotile.decode.choose import check_class
 from halotile.decode.options import Options, Progress, Strategy
 from halotile.decode.report import DecodeReport
@@ -25,7 +23,7 @@ HALVES: tuple[Half, ...] = ("decode", "encode")
 
 def parallelize(
     vae: Any,
-    group: dist.ProcessGroup | Ranks | None = None,
+    group: Group | None = None,
     strategy: Strategy = "auto",
     deliver: Deliver = "all",
     tiling: Tiling | None = None,
@@ -45,12 +43,13 @@ def parallelize(
     same latents (`B C H W` or `B C F H W`) as it would alone. All other attributes of the VAE stay as they are; copies
     of it (`copy.deepcopy`, pickles) are plain VAEs.
 
-    group: a process group that this process is a member of; None is the default group, or this process alone where
-        torch.distributed is not initialised. strategy: `tile` deals the tiles of the VAE's own loop (turned on for the
-        call if it is off), `shard` runs the untiled call once over all ranks, each with its rows of every activation
-        (the VAE's tiling is off for the call), `hybrid` deals the tiles to subgroups of `shards_per_tile` consecutive
-        ranks (which must divide the group's), in which each tile is cut into rows, `serial` runs the VAE as it is,
-        `auto` chooses by what it predicts of each, and says why in the report: see `explain`.
+    group: a process group that this process is a member of, or one axis of a DeviceMesh, such as `mesh["vae"]`; None
+        is the default group, or this process alone where torch.distributed is not initialised.
+    strategy: `tile` deals the tiles of the VAE's own loop (turned on for the call if it is off), `shard` runs the
+        untiled call once over all ranks, each with its rows of every activation (the VAE's tiling is off for the
+        call), `hybrid` deals the tiles to subgroups of `shards_per_tile` consecutive ranks (which must divide the
+        group's), in which each tile is cut into rows, `serial` runs the VAE as it is, `auto` chooses by what it
+        predicts of each, and says why in the report: see `explain`.
     deliver: `all` ranks get the result, or the `driver` alone (the outputs of the others hold None), or each its rows
         (`sharded`: `report.extents` says how many). scheduler: how chains of tiles are dealt. halves: which methods to
         change.

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Group, Ranks
 from halotile.decode.options import Options
 from halotile.decode.run import run_call
 from halotile.decode.stitch import stand_ins
 
 
 def tiled_decode_for(
-    vae: Any, group: dist.ProcessGroup | Ranks | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    vae: Any, group: Group | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Callable[..., Any] | None:
     """None when the VAE's own tile loop does what is set on it; else what to call in place of `vae.tiled_decode`.
 

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Call, Mailbox, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Group, Mailbox, Ranks
 from halotile.decode.batches import Stream
 from halotile.decode.choose import check_class
 from halotile.decode.chunk_stream import ChunkStream, comes_in_chunks, stream_chunks
@@ -33,7 +32,7 @@ from halotile.planning.tilings import Tiling
 def stream(
     vae: Any,
     latents: torch.Tensor,
-    group: dist.ProcessGroup | Ranks | None = None,
+    group: Group | None = None,
     *,
     tiling: Tiling | None = None,
     driver: int = 0,
