@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import halotile
-from halotile import PlanError
+from halotile import PlanError, Ranks, UnsupportedError
 from halotile.decode.calibrate import rates_from
 from halotile.decode.rates import DEFAULTS, keep_rates, rates_key, rates_of
 from halotile.decode.workload import CPU_ATTENTION, Workload, measure, workload_of
@@ -171,13 +171,13 @@ def test_rates_explain_the_seconds_they_come_from() -> None:
     work = Workload((0.0, 1e6, 0.0), 5, 1.0)
     seconds = {"serial small": 0.11, "serial large": 0.41}
     seconds |= {"shard small": 0.02 + 1.25 * 0.05, "shard large": 0.02 + 1.25 * 0.2}
-    rates = rates_from(work, 2, (10, 10), (20, 20), seconds, 0.1, "made up")
+    rates = rates_from(work, 2, (10, 10), (20, 20), seconds, 0.1, "made up", RATES)
     assert rates.flops_per_s == pytest.approx(1e9)
     assert rates.call_s == pytest.approx(0.01)
     assert rates.slowdown == pytest.approx(1.25)
     assert rates.exchange_s == pytest.approx(0.002)
     # out of order, as on a busy machine: no fixed part
-    odd = rates_from(work, 2, (10, 10), (20, 20), dict.fromkeys(seconds, 0.4), 0.1, "made up")
+    odd = rates_from(work, 2, (10, 10), (20, 20), dict.fromkeys(seconds, 0.4), 0.1, "made up", RATES)
     assert (odd.flops_per_s, odd.call_s) == (1e9, 0.0)
 
 
@@ -209,3 +209,60 @@ def test_explain_says_every_number(monkeypatch) -> None:
         halotile.explain(vae, (4, 96, 96), 2)
     encode = halotile.explain(vae, (1, 3, 768, 768), 2, half="encode")
     assert encode.situation.shape_lat == (768 // 2 ** (len(vae.config.block_out_channels) - 1),) * 2
+
+
+def test_a_long_clip_is_followed_in_a_few_frames() -> None:
+    """Operations of 9 latent frames of Wan, and of five windows of Hunyuan's loop, against those that are made."""
+    for name, frames in (("AutoencoderKLWan_2.1", 9), ("AutoencoderKLHunyuanVideo", 15)):
+        vae, z = tiny.build(name), tiny.latent(name)
+        shape = (*z.shape[:2], frames, 16, 16)
+        situation = halotile.explain(vae, shape, 2).situation
+        whole = measure(vae, "decode", shape)
+        # the first frame of Wan makes one picture and not four, and costs a little more than a fourth
+        assert situation.flops[1] == pytest.approx(whole.flops[1], rel=0.05)
+        assert situation.exchanges == pytest.approx(whole.exchanges, rel=0.1)
+
+
+def test_what_cannot_be_explained_or_calibrated() -> None:
+    vae = tiny.build("AutoencoderKL")
+    for wrong, said in (
+        ({"ranks": 0}, "ranks is 0"),
+        ({"ranks": "2"}, "ranks is '2'"),
+        ({"half": "foo"}, "half='foo'"),
+        ({"memory_budget_bytes": -5}, "memory_budget_bytes is -5"),
+        ({"latent_shape": None}, "latent_shape is NoneType"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            halotile.explain(vae, **{"latent_shape": (1, 4, 8, 8), "ranks": 2, **wrong})
+    for shape, repeats, said in (
+        ((4, 8, 8), 1, "must be B C H W"),
+        ((1, 4, 1, 8), 1, "too small"),
+        ((1,), 0, "repeats"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            halotile.calibrate(vae, shape, Ranks.alone(), repeats=repeats)
+    for call in (halotile.explain, halotile.calibrate):
+        with pytest.raises(UnsupportedError, match="Linear has no row"):
+            call(torch.nn.Linear(2, 2), (1, 4, 8, 8), *([2] if call is halotile.explain else []))
+
+
+def test_one_rank_says_nothing_of_sharding(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HALOTILE_CACHE", str(tmp_path))
+    vae = tiny.build("AutoencoderKL")
+    rates = halotile.calibrate(vae, (1, 4, 8, 8), Ranks.alone(), repeats=1)
+    assert (rates.slowdown, rates.exchange_s) == (DEFAULTS["cpu"].slowdown, DEFAULTS["cpu"].exchange_s)
+    assert "sharding by defaults" in rates.source
+    assert rates_of(vae, torch.device("cpu")) == rates
+    monkeypatch.setenv("HALOTILE_CACHE", "/dev/null/below")
+    with pytest.warns(UserWarning, match="could not be kept"):
+        halotile.calibrate(vae, (1, 4, 8, 8), Ranks.alone(), repeats=1)
+
+
+def test_results_count_as_memory_where_they_come_together() -> None:
+    """A rank's rows of a large result are few, but the result is not."""
+    large = replace(WHOLE, result_bytes=10**9, ranks=16)
+    shard = decide(large, RATES).predictions[1]
+    assert (shard.strategy, shard.peak_bytes) == ("shard", 3 * 10**9)
+    assert decide(replace(large, budget_bytes=10**9), RATES).predictions[1].refused
+    tiled = decide(replace(TILED, result_bytes=10**9), RATES).predictions
+    assert all(each.peak_bytes > 3 * 10**9 for each in tiled if each.strategy in ("serial", "tile"))

@@ -47,16 +47,19 @@ def calibrate(
             print(f"{key}: {row}")
         print(path)
     elif forget:
+        there = path.exists()
         path.unlink(missing_ok=True)
-        print(f"deleted {path}")
+        print(f"deleted {path}" if there else f"nothing to delete: no {path}")
     else:
         assert vae is not None
         job = Job(vae, height, width, frames, repeats, dtype.value)
-        rates = on_ranks(_work, ranks, device and device.value, job)
-        if rates is not None:
+        found = on_ranks(_work, ranks, device and device.value, job)
+        if found is not None:
+            key, rates = found
             for name, value in asdict(rates).items():
                 print(f"{name}: {value if isinstance(value, str) else format(value, '.4g')}")
-            print(f"kept in {path}")
+            kept = rates.source == read(path).get(key, {}).get("source")
+            print(f"kept in {path}" if kept else f"not kept: {path} cannot be written")
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,16 @@ class Job:
     dtype: str
 
 
-def _work(seat: Seat, job: Job) -> Rates | None:
+def _work(seat: Seat, job: Job) -> tuple[str, Rates] | None:
     import torch
 
     from halotile.cli.vaes import ratio_of
     from halotile.decode.calibrate import calibrate as measure
     from halotile.decode.folder import load_vae
+    from halotile.decode.rates import rates_key
 
     vae = load_vae(job.vae, seat.device, getattr(torch, job.dtype))
     shape = ratio_of(vae).latent_shape(job.height, job.width, job.frames)
     with torch.no_grad():
         rates = measure(vae, shape, seat.group, repeats=job.repeats)
-    return rates if seat.is_driver else None
+    return (rates_key(vae, seat.device), rates) if seat.is_driver else None

@@ -92,7 +92,8 @@ def demo(
     given = [f"{name} {value}" for name, value in (("--sigmas", sigmas), ("--steps", steps), ("--side", side)) if value]
     if given and not denoise:
         raise PlanError(f"{given[0]} would be ignored: it is about --denoise")
-    for folder in ("photo_dit/rotary", "photo_dit/absolute", *(exhibit.vae for exhibit in EXHIBITS)):
+    transformers = ("photo_dit/rotary", "photo_dit/absolute") if denoise else ()
+    for folder in (*transformers, *(exhibit.vae for exhibit in EXHIBITS)):
         if not (DATA / folder / "config.json").is_file():
             raise FileError(f"{DATA / folder}: the demonstration model is not installed")
     try:

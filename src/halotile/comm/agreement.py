@@ -69,7 +69,7 @@ class Call:
         self._arrive("start")
         self._forget_earlier()
         said = [self._facts_of(rank) for rank in range(self.ranks.size)]
-        asides = [each.pop(_ASIDE) for each in said]
+        asides = [each.pop(_ASIDE, "") for each in said]
         names = list(dict.fromkeys(name for each in said for name in each))
         lines = [
             f"{name}: " + ", ".join(f"rank {rank} has {each.get(name, 'nothing')}" for rank, each in enumerate(said))

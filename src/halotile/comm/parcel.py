@@ -74,7 +74,9 @@ class Parcel:
                     if error.errno != errno.ETOOMANYREFS:
                         raise
                     time.sleep(_TRY_AGAIN_S)
-            channel.sendall(memoryview(message)[sent:])
+            # nothing sent to an end that has all it wanted, and is gone, is an error all the same
+            if sent < len(message):
+                channel.sendall(memoryview(message)[sent:])
 
     def __enter__(self) -> Parcel:
         return self

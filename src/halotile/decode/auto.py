@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from halotile.comm import Ranks
+from halotile.decode.carried import Carried
 from halotile.decode.explain import situation_of
 from halotile.decode.options import Options
 from halotile.decode.rates import budget_of, rates_of
@@ -28,12 +29,17 @@ class Offer:
     rates: Rates
 
     @property
-    def fact(self) -> str:
-        """What all ranks must have alike."""
-        situation = replace(self.situation, budget_bytes=None)
-        digest = hashlib.sha256(repr(situation).encode()).hexdigest()[:16]
-        on = f"{len(situation.tiles)} tiles" if situation.tiled else "no tiles"
-        return f"{situation.shape_lat[0]} x {situation.shape_lat[1]} latents, {on}, {digest}"
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have alike, by what may differ."""
+        situation, (height, width) = self.situation, self.situation.shape_lat
+        digest = hashlib.sha256(repr(situation.tiles).encode()).hexdigest()[:8]
+        return {
+            "plan": f"{height} x {width} latents, {len(situation.tiles)} tiles, {digest}",
+            "tiling": "on" if situation.tiling else "off",
+            "tiles": situation.no_tile or "can be dealt",
+            "counted work": f"{situation.flops}, {situation.exchanges} exchanges, {situation.result_bytes} bytes",
+            "counted memory": hashlib.sha256(repr(situation.peak).encode()).hexdigest()[:8],
+        }
 
     @property
     def aside(self) -> str:
@@ -49,18 +55,19 @@ class Offer:
 
 
 def offer_of(
-    vae: Any, half: Half, x: torch.Tensor, options: Options, ranks: Ranks, hybrid: bool = True
+    vae: Any, half: Half, x: torch.Tensor, options: Options, ranks: Ranks, carried: Carried | None = None
 ) -> Offer | None:
     """What this rank has for the choice; None where there is none, or too little is known of the class to make it.
 
-    hybrid: whether that is one of the ways.
+    carried: `x` is a chunk of a clip, for the whole of which the choice is made, without hybrid.
     """
     if options.strategy != "auto" or options.tiling is not None or ranks.size == 1 or family_of(vae) is None:
         return None
-    shape = tuple(x.shape)
+    frames = carried.frames if carried is not None else None
+    shape = tuple(x.shape) if frames is None else (*x.shape[:2], frames, *x.shape[3:])
     try:
         budget = budget_of(x.device, ranks.size)
         situation = situation_of(vae, half, shape, ranks.size, options.scheduler, budget)
     except UnsupportedError:
         return None
-    return Offer(replace(situation, hybrid=hybrid), rates_of(vae, x.device))
+    return Offer(replace(situation, hybrid=carried is None), rates_of(vae, x.device))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Group, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Group, Ranks
 from halotile.decode.functions import decode
 from halotile.decode.options import Strategy
 from halotile.decode.patch import patched
-from halotile.decode.rates import keep_rates
+from halotile.decode.rates import keep_rates, rates_of_type, rates_path
 from halotile.decode.workload import Workload, workload_of
-from halotile.errors import PlanError
-from halotile.families import takes_timestep
+from halotile.errors import PlanError, UnsupportedError
+from halotile.families import family_of, takes_timestep
+from halotile.geometry.whole import require_whole
 from halotile.planning.situation import Rates, grown
 
 STRATEGIES: tuple[Strategy, ...] = ("serial", "shard")
@@ -40,10 +43,10 @@ def calibrate(
     `halotile.decode.known`). Raises PlanError for latents too small to be cut in half over the ranks.
     """
     ranks, shape = Ranks.of(group, timeout_s), tuple(latent_shape)
-    small = (*shape[:-2], shape[-2] // 2, shape[-1] // 2)
-    if len(shape) not in (4, 5) or min(small) < 1 or small[-2] < ranks.size:
-        raise PlanError(f"latents of {shape} are too small: half the height must have a row for each of {ranks.size}")
-    workload = workload_of(vae, "decode", shape)
+    with Call(ranks) as call:
+        small = _checked(vae, shape, ranks.size, repeats)
+        workload = workload_of(vae, "decode", shape)
+        call.meet({"call": "calibrate", "class": type(vae).__name__, "shape": str(shape), "repeats": str(repeats)})
     weight = next(iter(vae.parameters()))
     seconds: dict[str, float] = {}
     tiling = {"use_tiling": False} if hasattr(vae, "use_tiling") else {}
@@ -56,12 +59,26 @@ def calibrate(
                 seconds[f"{strategy} {name}"] = _slowest(work, ranks, weight.device, repeats)
     pass_on = partial(_pass_on, ranks, weight.device)
     carried = _slowest(pass_on, ranks, weight.device, repeats) if ranks.size > 1 else 0.0
-    where = time.strftime("%Y-%m-%d", time.gmtime())
-    source = f"calibrated {where} with {ranks.size} ranks and latents of {' x '.join(map(str, shape))}"
-    rates = rates_from(workload, ranks.size, small[-2:], shape[-2:], seconds, carried, source)
-    if ranks.rank == 0:
-        keep_rates(vae, weight.device, rates)
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    source = f"calibrated {day} with {ranks.size} ranks and latents of {' x '.join(map(str, shape))}"
+    default = rates_of_type(weight.device)
+    rates = rates_from(workload, ranks.size, small[-2:], shape[-2:], seconds, carried, source, default)
+    if ranks.rank == 0 and not keep_rates(vae, weight.device, rates):
+        warnings.warn(f"the rates could not be kept: {rates_path()} cannot be written", stacklevel=2)
     return rates
+
+
+def _checked(vae: Any, shape: tuple[int, ...], ranks: int, repeats: int) -> tuple[int, ...]:
+    """The shape of the small decode. Raises PlanError and UnsupportedError."""
+    require_whole("repeats", repeats, least=1)
+    if len(shape) not in (4, 5) or any(type(size) is not int or size < 1 for size in shape):
+        raise PlanError(f"latent_shape is {shape}; it must be B C H W or B C F H W, all at least 1")
+    if family_of(vae) is None:
+        raise UnsupportedError(f"{type(vae).__name__} has no row in halotile.families")
+    small = (*shape[:-2], shape[-2] // 2, shape[-1] // 2)
+    if small[-1] < 1 or small[-2] < ranks:
+        raise PlanError(f"latents of {shape} are too small: half the height must have a row for each of {ranks} ranks")
+    return small
 
 
 def rates_from(
@@ -72,15 +89,16 @@ def rates_from(
     seconds: dict[str, float],
     carried_s: float,
     source: str,
+    default: Rates,
 ) -> Rates:
-    """The rates that explain the seconds; see `calibrate`.
+    """The rates that explain the seconds; see `calibrate`. One rank says nothing of sharding: that is `default`'s.
 
     Example: 1e9 and 4e9 operations in 0.11 and 0.41 s are 1e10 a second and 0.01 s a call.
     """
     few, many = (grown(workload.flops, math.prod(size)) for size in (small, large))
     flops_per_s, call_s = _line(few, many, seconds["serial small"], seconds["serial large"])
     if ranks == 1:
-        return Rates(flops_per_s, call_s, 1.0, 0.0, 1e9, source)
+        return replace(default, flops_per_s=flops_per_s, call_s=call_s, source=f"{source}; sharding by defaults")
     shares = [math.ceil(size[0] / ranks) / size[0] for size in (small, large)]
     own = [few * shares[0], many * shares[1]]
     per_s, fixed_s = _line(own[0], own[1], seconds["shard small"], seconds["shard large"])
@@ -102,14 +120,15 @@ def _slowest(work: Callable[[], object], ranks: Ranks, device: torch.device, rep
     """Seconds of the fastest of some repeats, one before them to warm up, on the slowest rank."""
     taken = []
     for _ in range(repeats + 1):
-        ranks.transport.all_reduce(torch.zeros(1, device=device))
+        with Call(ranks) as call:
+            call.meet({"call": "calibrate, a repeat"})
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - started)
-    longest = torch.tensor([min(taken[1:])], dtype=torch.float64, device=device)
-    return float(ranks.transport.all_reduce(longest, "max"))
+    with Call(ranks) as call:
+        return max(map(float, call.meet({"call": "calibrate, a result"}, str(min(taken[1:])))))
 
 
 def _pass_on(ranks: Ranks, device: torch.device) -> None:
@@ -117,4 +136,7 @@ def _pass_on(ranks: Ranks, device: torch.device) -> None:
     sent, got = (torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     sent.zero_()
     after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
-    ranks.transport.exchange([(after, sent)], [(before, got)])
+    with Call(ranks) as call:
+        call.meet({"call": "calibrate, a message"})
+        with call.shared_fate():
+            ranks.transport.exchange([(after, sent)], [(before, got)])

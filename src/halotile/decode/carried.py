@@ -26,7 +26,9 @@ class Carried:
     every rank, while such a loop is recorded. Which way is taken must not change within a clip.
     """
 
-    def __init__(self, vae: Any, causal: Causal) -> None:
+    def __init__(self, vae: Any, causal: Causal, frames: int | None = None) -> None:
+        self.frames = frames
+        """latent frames of the whole clip, where that is known: what a strategy is chosen for"""
         family = family_of(vae)
         assert family is not None
         self.owners: tuple[int, ...] | None = None

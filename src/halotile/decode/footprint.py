@@ -40,6 +40,10 @@ class Footprint:
         return peak
 
 
+# where the file cannot be written, for as long as this process lives
+_UNKEPT: dict[str, Footprint] = {}
+
+
 def footprint_of(vae: Any, latent_shape: Sequence[int]) -> Footprint:
     """The footprint of decoding tiles of latents `B C [F] H W`; height and width of `latent_shape` do not matter.
 
@@ -50,11 +54,15 @@ def footprint_of(vae: Any, latent_shape: Sequence[int]) -> Footprint:
     known = read(path)
     try:
         return Footprint(tuple((float(f), float(a), float(b)) for f, a, b in known[key]["terms"]))
-    except (KeyError, TypeError, ValueError, PlanError):
+    except (KeyError, TypeError, ValueError, OverflowError, PlanError):
         pass
-    measured = measure(vae, latent_shape)
-    write(path, known | {key: {"terms": measured.terms, "about": "bytes, bytes a latent cell, bytes a pair of cells"}})
-    return measured
+    if key not in _UNKEPT:
+        measured = measure(vae, latent_shape)
+        about = "bytes, bytes a latent cell, bytes a pair of cells"
+        if write(path, known | {key: {"terms": measured.terms, "about": about}}):
+            return measured
+        _UNKEPT[key] = measured
+    return _UNKEPT[key]
 
 
 def measure(vae: Any, latent_shape: Sequence[int]) -> Footprint:

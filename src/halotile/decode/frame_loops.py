@@ -45,7 +45,7 @@ def loop_of(vae: Any, family: Family, total: int | None, shape: tuple[int, ...])
         reason = family.causal.refuse(vae, shape)
         if reason is not None:
             raise UnsupportedError(f"{type(vae).__name__} cannot be decoded in chunks: {reason}")
-        return CausalLoop(Carried(vae, family.causal), family.causal.batch(vae), total)
+        return CausalLoop(Carried(vae, family.causal, total), family.causal.batch(vae), total)
     assert family.windows is not None
     windows = family.windows(vae)
     if family.temporal is not None:

@@ -33,8 +33,8 @@ def read(path: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def write(path: Path, known: dict[str, Any]) -> None:
-    """Put a whole file in its place at once; one that cannot be written is done without."""
+def write(path: Path, known: dict[str, Any]) -> bool:
+    """Put a whole file in its place at once; says whether it could be written."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +43,8 @@ def write(path: Path, known: dict[str, Any]) -> None:
     except OSError:
         with suppress(OSError):
             part.unlink()
+        return False
+    return True
 
 
 def key_of(vae: Any, latent_shape: Sequence[int]) -> str:

@@ -110,7 +110,7 @@ def settle(job: Job, call: Call, stack: ExitStack) -> Plan:
     when they meet, and all choose alike from that.
     """
     options, ranks = job.options, call.ranks
-    offer = offer_of(job.vae, job.half, job.cast, options, ranks, hybrid=job.carried is None)
+    offer = offer_of(job.vae, job.half, job.cast, options, ranks, job.carried)
     plan = None
     if offer is None:
         strategy, reason = choose(job.vae, job.half, options, ranks)
@@ -124,7 +124,8 @@ def settle(job: Job, call: Call, stack: ExitStack) -> Plan:
         assert offer is not None
         decision = offer.settle(said)
         plan = _plan(job, call, stack, decision.strategy, decision.reason, decision.best.shards_per_tile)
-        if plan.strategy == decision.strategy:
+        whole = job.carried is None or job.carried.frames is None
+        if plan.strategy == decision.strategy and whole:
             plan = replace(plan, predicted=decision.best)
     return plan
 
@@ -178,6 +179,7 @@ def _facts(job: Job, plan: Plan | None, offer: Offer | None) -> dict[str, str]:
         "shards_per_tile": str(options.shards_per_tile),
         "deliver": f"{options.deliver} (driver {options.driver})",
         "strict": str(options.strict),
-        "plan": plan.digest if plan else offer.fact if offer else "",
+        "plan": plan.digest if plan else "",
         "arguments": job.arguments,
+        **(offer.facts if offer else {}),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,23 @@ def rates_of(vae: Any, device: torch.device) -> Rates:
             return Rates(**row)
         except (TypeError, PlanError):
             pass
+    return rates_of_type(device)
+
+
+def rates_of_type(device: torch.device) -> Rates:
+    """The defaults for such a device, a CPU's with the threads that this rank has."""
     default = DEFAULTS.get(device.type, DEFAULTS["cpu"])
-    if device.type == "cpu":
-        flops_per_s = default.flops_per_s * torch.get_num_threads()
-        source = f"defaults for a CPU with {torch.get_num_threads()} threads, not measured"
-        return Rates(flops_per_s, default.call_s, default.slowdown, default.exchange_s, default.bytes_per_s, source)
-    return default
+    if device.type != "cpu":
+        return default
+    threads = torch.get_num_threads()
+    source = f"defaults for a CPU with {threads} threads, not measured"
+    return replace(default, flops_per_s=default.flops_per_s * threads, source=source)
 
 
-def keep_rates(vae: Any, device: torch.device, rates: Rates) -> None:
-    """Put them where `rates_of` finds them."""
+def keep_rates(vae: Any, device: torch.device, rates: Rates) -> bool:
+    """Put them where `rates_of` finds them; says whether that could be done."""
     path = rates_path()
-    write(path, read(path) | {rates_key(vae, device): asdict(rates)})
+    return write(path, read(path) | {rates_key(vae, device): asdict(rates)})
 
 
 def rates_path() -> Path:

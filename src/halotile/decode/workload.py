@@ -45,6 +45,10 @@ class Workload:
             raise PlanError(f"a workload is made of numbers from 0: got {self.flops}, {self.exchanges}, {self.result}")
 
 
+# where the file cannot be written, for as long as this process lives
+_UNKEPT: dict[str, Workload] = {}
+
+
 def workload_of(vae: Any, half: Half, shape: Sequence[int]) -> Workload:
     """The workload of calls on `shape`, latents or pixels; height and width of it do not matter.
 
@@ -57,11 +61,14 @@ def workload_of(vae: Any, half: Half, shape: Sequence[int]) -> Workload:
         row = known[key]
         fixed, each, pair = (float(number) for number in row["flops"])
         return Workload((fixed, each, pair), int(row["exchanges"]), float(row["result"]))
-    except (KeyError, TypeError, ValueError, PlanError):
+    except (KeyError, TypeError, ValueError, OverflowError, PlanError):
         pass
-    measured = measure(vae, half, shape)
-    write(path, read(path) | {key: asdict(measured)})
-    return measured
+    if key not in _UNKEPT:
+        measured = measure(vae, half, shape)
+        if write(path, read(path) | {key: asdict(measured)}):
+            return measured
+        _UNKEPT[key] = measured
+    return _UNKEPT[key]
 
 
 def measure(vae: Any, half: Half, shape: Sequence[int]) -> Workload:

@@ -36,14 +36,17 @@ class Rates:
     source: str
 
     def __post_init__(self) -> None:
+        for name in ("flops_per_s", "call_s", "slowdown", "exchange_s", "bytes_per_s"):
+            if type(getattr(self, name)) not in (int, float):
+                raise PlanError(f"{name} must be a number, got {getattr(self, name)!r}")
         for name in ("flops_per_s", "bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise PlanError(f"{name} must be more than 0, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) < 1e30:
+                raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("call_s", "exchange_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise PlanError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not 1 <= self.slowdown < math.inf:
-            raise PlanError(f"slowdown must be at least 1, got {self.slowdown}")
+            if not 0 <= getattr(self, name) < 1e6:
+                raise PlanError(f"{name} must be at least 0 and some seconds at most, got {getattr(self, name)}")
+        if not 1 <= self.slowdown < 1e6:
+            raise PlanError(f"slowdown must be at least 1 and no more than some times, got {self.slowdown}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Situation:
 
     def __post_init__(self) -> None:
         require_whole("ranks", self.ranks, least=1)
+        if self.budget_bytes is not None:
+            require_whole("memory_budget_bytes", self.budget_bytes, least=1)
         for name, side in zip(("height", "width"), self.shape_lat, strict=True):
             require_whole(name, side, least=1)
 

@@ -61,7 +61,8 @@ def _serial(situation: Situation, rates: Rates) -> Prediction:
     cells, flops = situation.cells, situation.flops
     if situation.tiled:
         seconds = sum(_tile_s(rows * columns, situation, rates) for rows, columns in situation.tiles)
-        return Prediction("serial", 1, seconds, peak_of(situation.peak, _largest(situation)))
+        most = peak_of(situation.peak, _largest(situation))
+        return Prediction("serial", 1, seconds, None if most is None else _with_finished_tiles(most, situation))
     return Prediction(
         "serial", 1, rates.call_s + grown(flops, cells) / rates.flops_per_s, peak_of(situation.peak, cells)
     )
@@ -70,7 +71,9 @@ def _serial(situation: Situation, rates: Rates) -> Prediction:
 def _shard(situation: Situation, rates: Rates) -> Prediction:
     share = _share(situation.shape_lat[0], situation.ranks)
     seconds = _sharded_s(situation.cells, share, situation, rates) + _delivery_s(1.0, situation, rates)
-    return Prediction("shard", situation.ranks, seconds, peak_of(situation.peak, situation.cells, share))
+    own = peak_of(situation.peak, situation.cells, share)
+    # the rows of all ranks come together on each: as they arrive, in their place, and cast
+    return Prediction("shard", situation.ranks, seconds, None if own is None else max(own, 3 * situation.result_bytes))
 
 
 def _tile(situation: Situation, rates: Rates, shards: int) -> Prediction:
@@ -88,10 +91,12 @@ def _tile(situation: Situation, rates: Rates, shards: int) -> Prediction:
     subgroups = situation.ranks // shards
     # dealt by whole numbers, as the calls are
     owners = deal([round(cost * 1e9) for cost in costs], subgroups, situation.scheduler)
-    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == at) for at in range(subgroups)]
-    decoded = sum(rows * columns for rows, columns in situation.tiles) / situation.cells
-    seconds = max(loads) + _delivery_s(decoded, situation, rates)
-    return Prediction("tile" if shards == 1 else "hybrid", shards, seconds, most if situation.peak else None)
+    loads = [0.0] * subgroups
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    seconds = max(loads) + _delivery_s(_decoded(situation), situation, rates)
+    peak = _with_finished_tiles(most, situation) if situation.peak else None
+    return Prediction("tile" if shards == 1 else "hybrid", shards, seconds, peak)
 
 
 def _tile_s(cells: int, situation: Situation, rates: Rates) -> float:
@@ -106,6 +111,17 @@ def _sharded_s(cells: int, share: float, situation: Situation, rates: Rates) -> 
 def _delivery_s(decoded: float, situation: Situation, rates: Rates) -> float:
     """Everyone gets what the others have: `decoded` times the result, less its own part."""
     return decoded * situation.result_bytes * (1 - 1 / situation.ranks) / rates.bytes_per_s
+
+
+def _decoded(situation: Situation) -> float:
+    """Latent cells of all tiles over those of the picture."""
+    return sum(rows * columns for rows, columns in situation.tiles) / situation.cells
+
+
+def _with_finished_tiles(tile_bytes: int, situation: Situation) -> int:
+    """What a loop holds at most: a tile at work beside all finished ones, or two pictures more at the end."""
+    finished = _decoded(situation) * situation.result_bytes
+    return math.ceil(max(tile_bytes + finished, finished + 2 * situation.result_bytes))
 
 
 def _share(rows: int, parts: int) -> float:
