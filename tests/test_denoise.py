@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -11,7 +13,7 @@ from denoised import DiT, identity, placed, places, tiling, values
 from ranks import run_ranks
 from torch import nn
 
-from halotile import GradientError, MismatchError, PlanError, RemoteRankError, TiledDenoiser
+from halotile import GradientError, MismatchError, PlanError, RemoteRankError, TiledDenoiser, UnsupportedError
 from halotile.comm import Ranks
 
 GRID = (2, 12, 16)
@@ -187,6 +189,25 @@ def test_drift_is_the_mean_squared_disagreement(deterministic):
     assert len(denoiser.drift) == 2
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_drift_of_what_is_not_finite_is_not_small(bad, deterministic):
+    denoiser = TiledDenoiser(lambda x, p: x * bad, TILINGS[1], Ranks.alone(), deterministic=deterministic)
+    denoiser(values(GRID), places(GRID), grid=GRID)
+    assert denoiser.report.drift != denoiser.report.drift
+
+
+def test_drifts_of_the_last_forwards_are_kept(monkeypatch):
+    from halotile.denoise import tiled
+
+    monkeypatch.setattr(tiled, "_REMEMBERED", 3)
+    for tiles in TILINGS[:2]:
+        denoiser = TiledDenoiser(placed, tiles, Ranks.alone())
+        for _ in range(5):
+            denoiser(values(GRID), places(GRID), grid=GRID)
+        assert denoiser.drift == [denoiser.report.drift] * 3
+
+
 @pytest.mark.parametrize("prediction", ["velocity", "sample"])
 def test_a_token_that_no_tile_keeps_is_neutral(prediction):
     tokens, positions = values(GRID, len(EXTRA)), places(GRID, EXTRA)
@@ -248,10 +269,24 @@ def test_deterministic_audio_is_the_same_bits_for_every_number_of_ranks():
             assert torch.equal(sound, alone)
 
 
-def test_frozen_audio_comes_back_as_it_went_in():
+def test_frozen_audio_is_left_as_it_is():
     for sound, said in run_ranks(_sound, 2, "frozen", False):
-        assert torch.equal(sound, torch.ones(1, 5, 2))
+        # no velocity
+        assert torch.equal(sound, torch.zeros(1, 5, 2))
         assert not said
+
+
+@pytest.mark.parametrize("tiles", TILINGS[:2])
+@pytest.mark.parametrize("prediction", ["velocity", "sample"])
+def test_frozen_audio_follows_one_rule_for_one_tile_and_for_many(tiles, prediction):
+    tokens, heard = values(GRID), torch.ones(1, 5, 2)
+    denoiser = TiledDenoiser(
+        lambda x, p, audio: (x * 2, audio + 9), tiles, Ranks.alone(), audio="frozen", prediction=prediction
+    )
+    video, sound = denoiser(tokens, places(GRID), grid=GRID, audio=heard)
+    assert torch.equal(sound, heard if prediction == "sample" else torch.zeros_like(heard))
+    if tiles is TILINGS[0]:
+        assert torch.equal(video, tokens * 2)
 
 
 def _warned(group, sigmas, limit):
@@ -308,6 +343,10 @@ def test_a_rank_that_fails_is_an_error_on_all_and_the_next_forward_is_right():
         assert result == ([(1, "ValueError", "out of luck")], True, 1)
 
 
+def _differ(group):
+    return {what: _differs(group, what) for what in ("grid", "tiling", "dtype", "kept", "deterministic", "arguments")}
+
+
 def _differs(group, what):
     odd = dist.get_rank(group) == 1
     grid = (2, 12, 15) if odd and what == "grid" else GRID
@@ -315,18 +354,19 @@ def _differs(group, what):
     dtype = torch.float64 if odd and what == "dtype" else torch.float32
     extra = [(0, 0, 0)] if not (odd and what == "kept") else [(0, 11, 0)]
     options = {"deterministic": odd} if what == "deterministic" else {}
+    more = {"guide": values(grid, 1)} if odd and what == "arguments" else {}
     denoiser = TiledDenoiser(identity, tiles, group, **options)
     try:
-        denoiser(values(grid, 1, dtype=dtype), places(grid, extra), grid=grid)
+        denoiser(values(grid, 1, dtype=dtype), places(grid, extra), grid=grid, **more)
     except MismatchError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("what", ["grid", "tiling", "dtype", "kept", "deterministic"])
-def test_ranks_that_do_not_agree_are_told_before_any_work(what):
-    for said in run_ranks(_differs, 2, what):
-        assert f"{what}: rank 0 has" in said
+def test_ranks_that_do_not_agree_are_told_before_any_work():
+    for told in run_ranks(_differ, 2):
+        for what, said in told.items():
+            assert f"{what}: rank 0 has" in said
 
 
 def _one_refuses(group):
@@ -413,3 +453,28 @@ def test_it_stands_in_for_the_model_and_leaves_it_as_it_was():
     assert denoiser(tokens, places(GRID).double(), grid=GRID).dtype == torch.float64
     report = denoiser.report.to_dict()
     assert (report["tiles"], report["grid"], report["tokens"]) == (2, GRID, 384)
+
+
+def test_a_deep_copy_has_a_model_of_its_own_and_the_same_ranks():
+    denoiser = TiledDenoiser(DiT(), TILINGS[1], Ranks.alone())
+    made = copy.deepcopy(denoiser)
+    assert made.ranks is denoiser.ranks
+    assert made.model is not denoiser.model
+    expected = denoiser(values(GRID), places(GRID), grid=GRID)
+    assert torch.equal(made(values(GRID), places(GRID), grid=GRID), expected)
+    with torch.no_grad():
+        made.model.outside.weight.zero_()
+    assert torch.equal(denoiser(values(GRID), places(GRID), grid=GRID), expected)
+    with pytest.raises(UnsupportedError, match="cannot be pickled or saved"):
+        pickle.dumps(denoiser)
+
+
+def test_further_keywords_with_one_entry_a_token_can_be_named():
+    def model(x, p, mine):
+        return x + mine
+
+    tokens, mine = values(GRID), 2 * values(GRID)
+    named = TiledDenoiser(model, TILINGS[1], Ranks.alone(), per_token=["mine"])
+    torch.testing.assert_close(named(tokens, places(GRID), grid=GRID, mine=mine), tokens + mine)
+    with pytest.raises(RemoteRankError, match="must match the size"):
+        TiledDenoiser(model, TILINGS[1], Ranks.alone())(tokens, places(GRID), grid=GRID, mine=mine)

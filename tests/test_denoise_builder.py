@@ -82,6 +82,10 @@ class _Inner:
         return _Model()
 
 
+def _made(model):
+    return SimpleNamespace(build=lambda **_: model)
+
+
 def _built(group=None, inner=None, **options):
     builder = TiledDataParallelBuilder(inner or _Inner(), Ranks.alone() if group is None else group, TILES, **options)
     return builder.build(video_tools=TOOLS)
@@ -190,10 +194,11 @@ def test_the_grid_comes_from_the_tools():
     assert model.report.grid == GRID
     with pytest.raises(PlanError, match="needs video_tools"):
         builder.build()
+    assert builder.build(video_tools=SimpleNamespace(grid=[*GRID]))._grid == GRID
     shape.height = 11
     with pytest.raises(PlanError, match="not whole patches"):
         builder.build(video_tools=tools)
-    for wrong in (SimpleNamespace(), SimpleNamespace(grid=(4, 6)), SimpleNamespace(grid=(4, 6, 0))):
+    for wrong in (SimpleNamespace(), SimpleNamespace(grid=(4, 6)), SimpleNamespace(grid=[4, 6, 0])):
         with pytest.raises(PlanError, match="give no grid of tokens"):
             builder.build(video_tools=wrong)
 
@@ -210,3 +215,40 @@ def test_what_cannot_be_is_refused():
         model(torch.zeros(1, 2, 3), None, "as given")
     with pytest.raises(PlanError, match=r"video.positions of 195 tokens must be B 3 195 2"):
         model(replace(video(), positions=video().positions[..., 0]), None, "as given")
+    with pytest.raises(PlanError, match=r"with 2 or 1 for B, got \(3, 3, 195, 2\)"):
+        model(replace(video(), positions=places(GRID, EXTRA, batch=3)), None, "as given")
+    with pytest.raises(PlanError, match=r"video.positions must be a tensor B 3 195 2, got NoneType"):
+        model(replace(video(), positions=None), None, "as given")
+    with pytest.raises(UnsupportedError, match="audio is a _Modality without a latent"):
+        model(video(), replace(audio(), latent=None), "as given")
+    model = _built(inner=_made(lambda video, audio: (None, audio.latent)), audio="frozen")
+    with pytest.raises(UnsupportedError, match="the model returned a NoneType for the video"):
+        model(video(), audio())
+    model = _built(inner=_made(lambda video, audio: [video.latent, None]))
+    with pytest.raises(UnsupportedError, match=r"predictions, but this one returned a list"):
+        model(video(), None)
+
+
+@dataclass(frozen=True)
+class _Bare:
+    latent: torch.Tensor
+    positions: torch.Tensor
+    strength: torch.Tensor
+
+
+def test_a_video_without_timesteps_and_with_a_field_of_its_own():
+    inner = _made(lambda video, audio: (video.latent * video.strength, None))
+    model = _built(inner=inner, per_token=("strength",))
+    given = _Bare(values(GRID), places(GRID), torch.rand(1, 192, 1))
+    made, sound = model(given, None)
+    torch.testing.assert_close(made, given.latent * given.strength)
+    assert sound is None
+    assert model.report.sigma is None
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "sample"])
+def test_frozen_audio_is_left_as_it_is(prediction):
+    for tiles in (TILES, tiling((1, 0), (1, 0), (1, 0))):
+        builder = TiledDataParallelBuilder(_Inner(), Ranks.alone(), tiles, audio="frozen", prediction=prediction)
+        _, sound = builder.build(video_tools=TOOLS)(video(), audio(), "as given")
+        assert torch.equal(sound, audio().latent * (prediction == "sample"))

@@ -333,6 +333,13 @@ def test_audio_is_frozen_by_a_velocity_of_zero():
     assert got.audio_sample.shape == given["audio_hidden_states"].shape
     assert not got.audio_sample.any()
     assert denoiser.report.all_reduces == 1
+    one = alone(model, tiling((1, 0), (1, 0), (1, 0)), audio="frozen")
+    for return_dict in (True, False):
+        with torch.no_grad():
+            got, own = one(**given, return_dict=return_dict), model(**given, return_dict=return_dict)
+        assert type(got) is type(own)
+        assert torch.equal(got[0], own[0])
+        assert not got[1].any()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -417,6 +424,9 @@ def test_options_are_handed_on_and_left_as_they_are():
         ("wan", {"hidden_states": noise(2, 3, 3, 12, 16)}, UnsupportedError, "predicts 4 channels"),
         ("wan", {"timestep": noise(2, 7)}, PlanError, "timestep of shape .* has 7 rows .* 144 tokens"),
         ("wan vace", {"control_hidden_states": noise(2, 6, 3, 6, 8)}, PlanError, "control_hidden_states of shape"),
+        ("wan", {"hidden_states": None}, PlanError, "hidden_states of WanTransformer3DModel must be a tensor"),
+        ("ltx2", {"audio_hidden_states": None}, PlanError, "audio_hidden_states of .* must be a tensor, got NoneType"),
+        ("ltx2", {"video_coords": [1]}, PlanError, "video_coords must be a tensor, got list"),
         ("wan", {"unheard_of": 1}, PlanError, "cannot be called like this: .*unheard_of"),
         ("flux controlnet", {"controlnet_block_samples": [noise(2, 9, 24)]}, PlanError, "controlnet_block_samples"),
         ("flux", {"img_ids": torch.zeros(48, 3)}, PlanError, "not the rows and columns of one picture"),
@@ -525,6 +535,80 @@ def test_generated_tokens_are_told_from_keyframes_and_references_behind_them():
     assert (late.kept >= 192).any()
 
 
+def test_sizes_beside_coordinates_agree_with_them_or_are_refused():
+    model, given = case("ltx condition")
+    sizes = dict(zip(("num_frames", "height", "width"), GRID, strict=True))
+    expected = call_for(model, (), given, True, "shift")
+    assert (expected.grid, int(expected.order[0])) == (GRID, 48)
+    # as the pipeline of long clips gives them, and as they are, with conditioning before the generated tokens
+    for told in ({"num_frames": 1, "height": 1, "width": 1}, sizes):
+        call = call_for(model, (), given | told, True, "shift")
+        assert call.grid == GRID
+        assert torch.equal(call.order, expected.order)
+        assert torch.equal(call.positions, expected.positions)
+    for wrong, message in (
+        ({"height": 8, "width": 6}, r"do not agree with .* \(3, 8, 6\) in tokens: .*along height, tokens at 1 begin"),
+        ({"num_frames": 1, "height": 5}, "they go on with another row"),
+        ({"num_frames": 4}, "the first at zero is the one at 48"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            call_for(model, (), given | sizes | wrong, True, "shift")
+
+
+def test_a_keyframe_that_begins_where_the_clip_ends_is_told_from_it_by_the_sizes():
+    model, given = case("ltx2")
+    size = {"batch_size": 2, "device": torch.device("cpu"), "fps": 25.0}
+    own = model.rope.prepare_video_coords(num_frames=3, height=6, width=8, **size)
+    after = model.rope.prepare_video_coords(num_frames=1, height=6, width=8, **size)
+    after[:, 0] += own[0, 0, -1, 1]
+    coords = torch.cat([own, after], 2)
+    given = given | {"hidden_states": noise(2, coords.shape[2], 4), "video_coords": coords}
+    assert call_for(model, (), given, True, "shift").grid == GRID
+
+
+def test_samples_whose_tokens_are_in_another_order_are_refused():
+    model, given = case("ltx condition")
+    other = given["video_coords"].clone()
+    other[1] = other[1].roll(-48, 1)
+    with pytest.raises(PlanError, match=r"begin at zero at different tokens, \[48, 0\]"), torch.no_grad():
+        alone(model, tiles_for("ltx condition"))(**given | {"video_coords": other})
+
+
+def test_a_subclass_that_hands_on_what_it_is_given():
+    model, given = CASES["wan"][0](), case("wan")[1]
+
+    class HandsOn(type(model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = HandsOn
+    _, expected = tiled("wan", tiles_for("wan"), deterministic=True)
+    with torch.no_grad():
+        got = alone(model, tiles_for("wan"), deterministic=True)(**given)
+    assert torch.equal(got.sample, expected[0])
+
+
+def test_a_subclass_with_an_argument_of_its_own_that_has_an_entry_a_token():
+    model, given = CASES["flux"][0](), case("flux")[1]
+
+    class Brighter(type(model)):
+        def forward(self, hidden_states, encoder_hidden_states=None, pooled_projections=None, timestep=None,
+                    img_ids=None, txt_ids=None, guidance=None, return_dict=True, extra=None):  # fmt: skip
+            return super().forward(
+                hidden_states + extra, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance,
+                return_dict=return_dict,
+            )  # fmt: skip
+
+    model.__class__ = Brighter
+    tiles, extra = tiles_for("flux"), noise(2, 48, 16, seed=11)
+    whole = given | {"hidden_states": given["hidden_states"] + extra}
+    with torch.no_grad():
+        got = alone(model, tiles, per_token=("extra",))(**given, extra=extra).sample
+        assert torch.equal(got, alone(case("flux")[0], tiles)(**whole).sample)
+    with pytest.raises(UnsupportedError, match="does not know the argument extra"):
+        alone(model, tiles)(**given, extra=extra)
+
+
 def test_coordinates_in_another_order_are_refused():
     own = torch.stack(torch.meshgrid(torch.arange(2.0), torch.arange(3.0), torch.arange(4.0), indexing="ij")).flatten(1)
     with pytest.raises(PlanError, match="not of rows of"):
@@ -543,36 +627,45 @@ TILINGS = (
 """1, 2, 3, 4 and 16 tiles: more than ranks, and fewer."""
 
 
-def _on_ranks(group, names, deterministic):
-    made = {}
-    for name in names:
-        model, given = case(name)
-        for number, dims in enumerate(TILINGS):
-            denoiser = TiledDenoiser(model, tiling(*dims), group, audio="frozen", deterministic=deterministic)
-            with torch.no_grad():
-                made[name, number] = results(denoiser(**given))[0]
-            assert denoiser.report.all_reduces == (1 if denoiser.report.tiles > 1 else 0)
-    return made
-
-
 CONDITIONED = ("ltx2 reference", "ltx condition", "wan image", "wan vace", "flux kontext", "qwen edit")
 
 
+def _of_tilings(group, name, number, deterministic):
+    model, given = case(name)
+    denoiser = TiledDenoiser(model, tiling(*TILINGS[number]), group, audio="frozen", deterministic=deterministic)
+    with torch.no_grad():
+        result = results(denoiser(**given))[0]
+    assert denoiser.report.all_reduces == (1 if denoiser.report.tiles > 1 else 0)
+    return result
+
+
+def _on_ranks(group, tasks):
+    return {task: _of_tilings(group, *task) for task in tasks}
+
+
+@functools.cache
+def _serial(name, number):
+    return _of_tilings(Ranks.alone(), name, number, True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [SIX, CONDITIONED])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_all_ranks_hold_the_same_result(names, ranks):
-    outputs = run_ranks(_on_ranks, ranks, names, True)
-    serial = _on_ranks(Ranks.alone(), names, True)
-    for output in outputs:
-        for key, expected in serial.items():
-            assert torch.equal(output[key], expected), key
-    for output in run_ranks(_on_ranks, ranks, names, False):
-        for key, expected in serial.items():
-            # sums of float32 in another order
-            torch.testing.assert_close(output[key], expected, rtol=0, atol=1e-5)
-    for name in names:
-        assert torch.equal(serial[name, 0], plain(name)[0])
+def test_all_ranks_hold_the_same_result(ranks):
+    # over the numbers of ranks each case meets each tiling, but not each number of ranks with each tiling
+    tasks = [
+        (name, (place + ranks + 2 * later) % len(TILINGS), not later)
+        for place, name in enumerate((*SIX, *CONDITIONED))
+        for later in (False, True)
+    ]
+    for output in run_ranks(_on_ranks, ranks, tasks):
+        for (name, number, deterministic), got in output.items():
+            if deterministic:
+                assert torch.equal(got, _serial(name, number)), (name, number)
+            else:
+                # sums of float32 in another order
+                torch.testing.assert_close(got, _serial(name, number), rtol=0, atol=1e-5)
+            if number == 0:
+                assert torch.equal(got, plain(name)[0])
 
 
 def _with_audio(group):

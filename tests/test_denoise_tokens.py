@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from denoised import affine, identity, places, tiling, values, where
@@ -11,8 +12,8 @@ from denoised import affine, identity, places, tiling, values, where
 from halotile import PlanError, TiledDenoiser, UnsupportedError
 from halotile.comm import Ranks
 from halotile.denoise import plan_tokens
-from halotile.denoise.plain import tokens_of
-from halotile.denoise.positions import positions_for, start_of
+from halotile.denoise.plain import sigma_of, tokens_of
+from halotile.denoise.positions import positions_for, shift_time, start_of
 
 
 def random_tilings(count):
@@ -120,6 +121,61 @@ def test_a_token_without_a_width_is_a_point():
     assert [4 in tile.kept.tolist() for tile in plan.tiles] == [False, True]
 
 
+def test_generated_tokens_without_a_width_keep_what_lies_on_them():
+    grid, tiles = (1, 6, 6), tiling((1, 0), (2, 2), (2, 0))
+    points = places(grid)
+    points[..., 1] = points[..., 0]
+    # one conditioning token on each
+    positions = torch.cat([points, points], 2)
+    tokens = values(grid, 36)
+    denoiser = TiledDenoiser(affine, tiles, Ranks.alone())
+    torch.testing.assert_close(denoiser(tokens, positions, grid=grid), affine(tokens, positions))
+    assert denoiser.report.unkept == 0
+    # the tiles of 4 x 3 keep 4 x 3 each
+    assert denoiser.report.loads == (4 * 2 * 12,)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ((1, 9, 4), r"no grid of \(1, 9, 4\) .*along height, tokens at 2 begin at \[0.0, 1.0\]"),
+        ((4, 1, 9), r"along height, tokens at 0 begin at \[0.0, 1.0, 2.0, 3.0\]"),
+        ((1, 4, 8), r"no grid of \(1, 4, 8\)"),
+        ((1, 3, 9), r"behind the 27 of grid=\(1, 3, 9\) are its next row"),
+    ],
+)
+def test_a_grid_that_is_not_that_of_the_positions_is_refused(wrong, message):
+    denoiser = TiledDenoiser(identity, tiling((1, 0), (2, 0), (2, 0)), Ranks.alone())
+    with pytest.raises(PlanError, match=message):
+        denoiser(values((1, 4, 9)), places((1, 4, 9)), grid=wrong)
+
+
+def test_positions_that_descend_or_leave_out_a_frame_are_refused():
+    tiles = tiling((1, 0), (2, 0), (1, 0))
+    descending = places((2, 4, 3)).flip(2)
+    with pytest.raises(PlanError, match="before the last one"):
+        plan_tokens((2, 4, 3), tiles, descending, 24)
+    with pytest.raises(PlanError, match="are its next frame"):
+        TiledDenoiser(identity, tiles, Ranks.alone())(values((2, 4, 3)), places((2, 4, 3)), grid=(1, 4, 3))
+    # of the second sample too
+    swapped = torch.cat([places((2, 4, 3)), descending])
+    with pytest.raises(PlanError, match="along frames"):
+        plan_tokens((2, 4, 3), tiles, swapped, 24)
+
+
+def test_weights_do_not_depend_on_the_default_dtype():
+    grid, tiles = (1, 9, 4), tiling((1, 0), (3, 0), (1, 0))
+    # in each of three tiles: a third has no exact bfloat16
+    tokens, positions = values(grid, 1), places(grid, [(-1, 0, 0)])
+    denoiser = TiledDenoiser(identity, tiles, Ranks.alone())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = denoiser(tokens, positions, grid=grid)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(got, tokens, rtol=1e-6, atol=1e-6)
+
+
 def test_a_conditioning_token_is_kept_for_all_samples_when_one_needs_it():
     grid, tiles = (1, 4, 1), tiling((1, 0), (2, 0), (1, 0))
     positions = places(grid, [(0, 0, 0)], batch=2)
@@ -197,6 +253,43 @@ def test_references_move_along_or_stay(references):
     assert torch.equal(moved[:, -1], torch.tensor([1.0, 0.0, 2.0]))
 
 
+def test_only_references_stay_where_they_are():
+    grid, tiles = (4, 2, 2), tiling((2, 0), (1, 0), (1, 0))
+    positions = places(grid, [(-9, 0, 0)])
+    positions[:, 0, :16] -= 2
+    for tile in plan_tokens(grid, tiles, positions, 17).tiles:
+        moved = positions_for(positions, tile, True, "keep")[0, 0, :, 0]
+        # generated tokens of negative time move
+        assert moved.tolist() == [0.0] * 4 + [1.0] * 4 + [-9.0]
+
+
+def test_audio_at_whole_seconds_moves_by_fractions():
+    whole = torch.tensor([[[[0, 1], [1, 2]]]])
+    moved = shift_time(whole, torch.tensor([0.5]))
+    assert moved.flatten().tolist() == [-0.5, 0.5, 0.5, 1.5]
+    assert shift_time(whole.bfloat16(), torch.tensor([0.5])).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("sigma", "timesteps", "expected"),
+    [
+        (0.5, None, 0.5),
+        (np.float32(0.5), None, 0.5),
+        ([0.25, 0.5], None, 0.5),
+        (torch.tensor([[0.25, 0.5]]), None, 0.5),
+        (None, torch.tensor([0.5]), 0.5),
+        (object(), [0.5], 0.5),
+        (torch.empty(0), None, None),
+        (900, 0.5, None),
+        (float("nan"), 0.5, None),
+        (-1.0, None, None),
+        (None, None, None),
+    ],
+)
+def test_noise_is_known_where_it_is_from_0_to_1(sigma, timesteps, expected):
+    assert sigma_of(sigma, timesteps) == expected
+
+
 def test_only_what_is_declared_to_be_about_tokens_is_cut():
     grid, tiles = (1, 4, 3), tiling((1, 0), (2, 0), (1, 0))
     tile = plan_tokens(grid, tiles, None, 12).tiles[1]
@@ -208,6 +301,15 @@ def test_only_what_is_declared_to_be_about_tokens_is_cut():
     keys = torch.rand(2, 1, 1, 12)
     assert torch.equal(tokens_of("attention_mask", keys, tile, 12), keys[..., kept])
     assert torch.equal(tokens_of("attention_mask", per_token, tile, 12), per_token[:, kept])
+    several = tokens_of("guide", [per_token, (deep, None)], tile, 12)
+    assert torch.equal(several[0], per_token[:, kept])
+    assert torch.equal(several[1][0], deep[:, kept])
+    assert (type(several), type(several[1]), several[1][1]) == (list, tuple, None)
+    assert torch.equal(tokens_of("named", deep, tile, 12, ("named",)), deep[:, kept])
+    # as many samples as tokens: one a pair, unless there is a dim of 1 between
+    pairs = torch.rand(12, 12)
+    assert torch.equal(tokens_of("attention_mask", pairs, tile, 12), pairs[kept][:, kept])
+    assert torch.equal(tokens_of("attention_mask", pairs[:, None], tile, 12), pairs[:, None, kept])
     # a text of as many tokens as the video, and what is broadcast, stay whole
     for name, value in (
         ("context", torch.rand(2, 12, 5)),
@@ -245,8 +347,27 @@ def test_numbers_that_cannot_be_are_refused():
         denoiser(hidden_states=tokens)
     with pytest.raises(UnsupportedError, match="give a TileCountConfig"):
         TiledDenoiser(identity, (2, 2), Ranks.alone())
-    with pytest.raises(UnsupportedError, match="tiled already"):
-        TiledDenoiser(denoiser, halves, Ranks.alone())
+    for nested in (denoiser, torch.compile(denoiser, backend="eager")):
+        with pytest.raises(UnsupportedError, match="tiled already"):
+            TiledDenoiser(nested, halves, Ranks.alone())
+    assert denoiser(tokens, positions, grid=np.array([1, 4, 3])).shape == tokens.shape
+    for returned in ((tokens,), {"sample": tokens}, None):
+        with pytest.raises(UnsupportedError, match=f"returned a {type(returned).__name__} for the video"):
+            TiledDenoiser(lambda x, p, made=returned: made, halves, Ranks.alone())(tokens, positions, grid=(1, 4, 3))
+    with pytest.raises(PlanError, match="audio must be a tensor B A D, got list"):
+        denoiser(tokens, positions, grid=(1, 4, 3), audio=[1])
+    with pytest.raises(UnsupportedError, match="returned NoneType for audio of"):
+        TiledDenoiser(lambda x, p, audio: (x, None), halves, Ranks.alone(), audio="frozen")(
+            tokens, positions, grid=(1, 4, 3), audio=torch.zeros(1, 2, 3)
+        )
+    for options, message in (
+        ({"deterministic": "yes"}, "deterministic='yes' must be True or False"),
+        ({"normalize_positions": 1}, "normalize_positions=1 must be"),
+        ({"first_sigma_limit": "1"}, "first_sigma_limit='1' must be"),
+        ({"per_token": "mask"}, "per_token='mask' must be names"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            TiledDenoiser(identity, halves, Ranks.alone(), **options)
     for name in ("reference_positions", "prediction", "audio", "scheduler"):
         with pytest.raises(PlanError, match=f"{name}='other' is not known"):
             TiledDenoiser(identity, halves, Ranks.alone(), **{name: "other"})

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Group, Ranks
+from halotile.decode.door import arguments_fact
+from halotile.denoise.layout import Grid, grid_from, require_whole
 from halotile.denoise.options import FIRST_SIGMA_LIMIT, Audio, Dealing, DenoiseOptions
-from halotile.denoise.plain import MASKS, PER_TOKEN, sigma_of, tokens_of
+from halotile.denoise.plain import MASKS, PER_TOKEN, require_positions, sigma_of, tokens_of, video_of
 from halotile.denoise.positions import shift_time, start_of
 from halotile.denoise.protocol import ModelCall, Prediction, References
 from halotile.denoise.report import DenoiseReport
 from halotile.denoise.tiled import TiledDenoiser
-from halotile.denoise.tokens import Grid, TokenTile
+from halotile.denoise.tokens import TokenTile
 from halotile.errors import PlanError, UnsupportedError
 from halotile.planning.tilings import TileCountConfig
 
@@ -32,7 +33,8 @@ class TiledDataParallelBuilder:
         `DenoiseReport` of every forward; or, with a `build` as LTX-2's tracker of weights has, it makes the model in
         the place of `inner`: `tracker.build(inner, device=..., dtype=..., **kw)`.
     prediction: "sample", since the models that LTX-2's pipelines build return the denoised video; "velocity" for its
-        bare transformer. The rest is explained at `TiledDenoiser`.
+        bare transformer. per_token: further fields of `video` with one entry a token. The rest is explained at
+        `TiledDenoiser`.
 
     Raises UnsupportedError, PlanError and MembershipError.
     """
@@ -40,7 +42,7 @@ class TiledDataParallelBuilder:
     def __init__(
         self,
         inner: Any,
-        group: dist.ProcessGroup | Ranks | None,
+        group: Group | None,
         tiling: TileCountConfig,
         registry: Any = None,
         tracker: Any = None,
@@ -52,6 +54,7 @@ class TiledDataParallelBuilder:
         scheduler: Dealing = "balanced",
         deterministic: bool = False,
         first_sigma_limit: float = FIRST_SIGMA_LIMIT,
+        per_token: Sequence[str] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         if not callable(getattr(inner, "build", None)):
@@ -68,6 +71,7 @@ class TiledDataParallelBuilder:
             scheduler=scheduler,
             deterministic=deterministic,
             first_sigma_limit=first_sigma_limit,
+            per_token=per_token,
         )
         self._ranks = Ranks.of(group, timeout_s)
         self._registry = registry
@@ -83,8 +87,8 @@ class TiledDataParallelBuilder:
     ) -> TiledVideoModel:
         """The model on tiles; what is None is not handed on.
 
-        video_tools: says how many frames, rows and columns of tokens are generated. It has `grid`, these three numbers,
-            or, as LTX-2's `VideoLatentTools`, `target_shape` with `frames`, `height` and `width` in latents, and
+        video_tools: says how many frames, rows and columns of tokens are generated. It has `grid`, three integers, or,
+            as LTX-2's `VideoLatentTools`, `target_shape` with `frames`, `height` and `width` in latents, and
             `patchifier` with `patch_size` in latents along each.
 
         Raises PlanError without it.
@@ -141,6 +145,9 @@ class TiledVideoModel(TiledDenoiser):
     def _taken_apart(self, video: Any, audio: Any = None, *more: Any, **keywords: Any) -> VideoCall:
         if not is_dataclass(video) or not isinstance(getattr(video, "latent", None), torch.Tensor):
             raise UnsupportedError(f"video is a {type(video).__name__}; it must be a dataclass with a latent B N D")
+        heard = audio is not None and getattr(audio, "enabled", True)
+        if heard and not isinstance(getattr(audio, "latent", None), torch.Tensor):
+            raise UnsupportedError(f"audio is a {type(audio).__name__} without a latent B A D that is a tensor")
         return VideoCall(self.model, video, audio, more, keywords, self._grid, self.options)
 
 
@@ -156,16 +163,19 @@ class VideoCall:
     grid: Grid
     options: DenoiseOptions
 
+    def __post_init__(self) -> None:
+        require_positions("video.positions", self.positions, self.video.latent.shape[0], self.total)
+        require_whole(self.grid, self.positions)
+
     @property
     def total(self) -> int:
         return int(self.video.latent.shape[1])
 
     @property
     def positions(self) -> torch.Tensor:
-        found = self.video.positions
-        if not isinstance(found, torch.Tensor) or found.dim() != 4 or found.shape[1:] != (3, self.total, 2):
-            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else found
-            raise PlanError(f"video.positions of {self.total} tokens must be B 3 {self.total} 2, got {shape}")
+        found = getattr(self.video, "positions", None)
+        if not isinstance(found, torch.Tensor):
+            raise PlanError(f"video.positions must be a tensor B 3 {self.total} 2, got {type(found).__name__}")
         return found
 
     @property
@@ -174,7 +184,7 @@ class VideoCall:
 
     @property
     def sigma(self) -> float | None:
-        return sigma_of(getattr(self.video, "sigma", None), self.video.timesteps)
+        return sigma_of(getattr(self.video, "sigma", None), getattr(self.video, "timesteps", None))
 
     def own(self) -> torch.Tensor:
         latent: torch.Tensor = self.video.latent
@@ -186,8 +196,8 @@ class VideoCall:
 
     def run(self, tile: TokenTile, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         sliced = {
-            name: tokens_of(name, getattr(self.video, name), tile, self.total)
-            for name in (*PER_TOKEN, *MASKS)
+            name: tokens_of(name, getattr(self.video, name), tile, self.total, self.options.per_token)
+            for name in (*PER_TOKEN, *self.options.per_token, *MASKS)
             if hasattr(self.video, name)
         }
         video = replace(self.video, latent=self.video.latent[:, tile.kept], positions=positions, **sliced)
@@ -195,15 +205,26 @@ class VideoCall:
         if audio is not None and self.options.normalize_positions and audio.positions is not None:
             audio = replace(audio, positions=shift_time(audio.positions, start_of(self.positions, tile)[:, 0]))
         made = self.model(video, audio, *self.more, **self.keywords)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise UnsupportedError(f"the model must return (video, audio) predictions, but returned {type(made)}")
-        return made
+        return video_of(made), made[1]
 
     def plain(self) -> Any:
         return self.model(self.video, self.audio, *self.more, **self.keywords)
 
+    def given_fact(self) -> str:
+        given = {"video": self.video, "audio": self.audio}
+        parts = {
+            f"{name}.{each.name}": getattr(value, each.name)
+            for name, value in given.items()
+            if is_dataclass(value)
+            for each in fields(value)
+        }
+        return arguments_fact((*given.values(), *self.more), {**parts, **self.keywords})
+
     def finish(self, video: torch.Tensor, audio: torch.Tensor | None) -> Any:
-        return video, self.own_audio() if audio is None else audio
+        return video, audio
+
+    def with_audio(self, output: Any, audio: torch.Tensor) -> Any:
+        return video_of(output), audio
 
 
 def _grid_of(video_tools: Any) -> Grid:
@@ -219,6 +240,10 @@ def _grid_of(video_tools: Any) -> Grid:
         if any(cells % size for cells, size in zip(latents, patchifier.patch_size, strict=True)):
             raise PlanError(f"a latent of {latents} is not whole patches of {tuple(patchifier.patch_size)}")
         grid = tuple(cells // size for cells, size in zip(latents, patchifier.patch_size, strict=True))
-    if not isinstance(grid, tuple) or len(grid) != 3 or not all(type(side) is int and side > 0 for side in grid):
-        raise PlanError(f"video_tools={video_tools!r} give no grid of tokens (frames, height, width), three integers")
-    return grid[0], grid[1], grid[2]
+    known = grid_from(grid)
+    if known is None:
+        raise PlanError(
+            f"video_tools={video_tools!r} give no grid of tokens (frames, height, width), three positive integers, but "
+            f"{grid!r}"
+        )
+    return known

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from halotile.decode.door import arguments_fact
 from halotile.denoise.contexts import tile_context
+from halotile.denoise.layout import Grid
 from halotile.denoise.protocol import Prediction
-from halotile.denoise.tokens import Grid, TokenTile
+from halotile.denoise.tokens import TokenTile
 from halotile.errors import PlanError, UnsupportedError
 from halotile.families.transformers import Transformer, uncompiled
 
@@ -36,7 +38,10 @@ class Call(ABC):
     ) -> None:
         self.row, self.model, self.inside = row, model, uncompiled(model)
         self._cls, self._args, self._kwargs = cls, args, kwargs
-        self.given = _arguments(row, self.inside, args, kwargs)
+        self.given = _arguments(row, cls, self.inside, args, kwargs)
+        for name in ("hidden_states", *(("audio_hidden_states",) if row.audio else ())):
+            if not isinstance(self.given.get(name), torch.Tensor):
+                raise PlanError(f"{name} of {row.name} must be a tensor, got {type(self.given.get(name)).__name__}")
         self.tokens: torch.Tensor = self.given["hidden_states"]
         if self.tokens.shape[-1 if row.places != "grid" else 1] < row.channels(self.inside):
             raise UnsupportedError(
@@ -82,20 +87,23 @@ class Call(ABC):
         """The model's own call."""
         return self.model(*self._args, **self._kwargs)
 
+    def given_fact(self) -> str:
+        """Of the arguments by name, however they were given."""
+        return arguments_fact((), self.given)
+
     def finish(self, video: torch.Tensor, audio: torch.Tensor | None) -> Any:
         """A tuple, or the model's own class of output, as `return_dict` asks."""
-        results: tuple[Any, ...] = (self.from_tokens(video),)
-        if self.row.audio:
-            results += (self._still() if audio is None else audio,)
+        return self._output(self.from_tokens(video), *(() if audio is None else (audio,)))
+
+    def with_audio(self, output: Any, audio: torch.Tensor) -> Any:
+        """The same, with the video of the model's own output."""
+        return self._output(output[0], audio)
+
+    def _output(self, *results: torch.Tensor) -> Any:
         if not self.given.get("return_dict", True):
             return results
         output: Callable[..., Any] = getattr(sys.modules[self._cls.__module__], self.row.output)
         return output(*results)
-
-    def _still(self) -> torch.Tensor | None:
-        """What leaves the audio as it is: no velocity, or itself."""
-        audio = self.own_audio()
-        return audio if audio is None or self.prediction == "sample" else torch.zeros_like(audio)
 
     @abstractmethod
     def arguments(self, tile: TokenTile, positions: torch.Tensor | None) -> dict[str, Any]:
@@ -130,9 +138,14 @@ class Call(ABC):
             handle.remove()
 
 
-def _arguments(row: Transformer, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(
+    row: Transformer, cls: type, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call by name; those that halotile does not know must be at their default."""
     signature = inspect.signature(type(model).forward)
+    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in signature.parameters.values()):
+        # a subclass that hands on whatever it is given: diffusers' own forward names it
+        signature = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     try:
         given = dict(signature.bind(model, *args, **kwargs).arguments)
     except TypeError as error:

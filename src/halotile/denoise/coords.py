@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from halotile.denoise.layout import Grid, continues, require_grid
 from halotile.denoise.positions import shift_time, start_of
 from halotile.denoise.sequences import SequenceCall
-from halotile.denoise.tokens import Grid, TokenTile
+from halotile.denoise.tokens import TokenTile
 from halotile.errors import PlanError
 from halotile.families.transformers import Transformer
 
@@ -18,8 +19,9 @@ from halotile.families.transformers import Transformer
 class CoordsCall(SequenceCall):
     """A call with `video_coords`, `B 3 N 2` (intervals) or `B 3 N` (where tokens start), or with what makes them.
 
-    Without num_frames, height and width, the generated tokens are looked for in the coordinates: the grid that begins
-    at zero. Tokens before and behind them are conditioning.
+    The generated tokens are looked for in the coordinates, where there are any: the grid that begins at zero. Tokens
+    before and behind them are conditioning. num_frames, height and width must agree with them, and then say where the
+    frames end; 1, 1, 1, which the pipeline of long clips gives beside coordinates, says nothing.
     """
 
     def __init__(
@@ -36,32 +38,62 @@ class CoordsCall(SequenceCall):
         self.total = self.tokens.shape[1]
         sizes = [self.given.get(name) for name in ("num_frames", "height", "width")]
         coords = self.given.get("video_coords")
-        if coords is None:
+        made = coords is None
+        if made:
             if None in sizes or row.coords is None:
                 raise PlanError(f"{row.name} needs video_coords, or num_frames, height and width; got {sizes}")
             coords = row.coords(self.inside, self.given)
+        if not isinstance(coords, torch.Tensor):
+            raise PlanError(f"video_coords must be a tensor, got {type(coords).__name__}")
         if coords.dim() not in (3, 4) or coords.shape[1] != 3 or coords.shape[2] < self.total:
             raise PlanError(
                 f"video_coords of {self.total} tokens must be B 3 {self.total} 2 or B 3 {self.total}, got "
                 f"{tuple(coords.shape)}"
             )
         starts = coords[..., 0] if coords.dim() == 4 else coords
-        if None in sizes:
+        told = None if None in sizes or (not made and sizes == [1, 1, 1]) else self._grid_of(sizes)
+        if told is None:
             first, self.grid = find_grid(starts[0], coords[0, ..., 1] if coords.dim() == 4 else None)
-            if first:
-                places = torch.arange(self.total, device=self.tokens.device)
-                stop = first + prod(self.grid)
-                self.order = torch.cat([places[first:stop], places[:first], places[stop:]])
         else:
-            frames, height, width = (
-                -(-int(size or 0) // patch) for size, patch in zip(sizes, row.patch(self.inside), strict=True)
-            )
-            self.grid = (frames, height, width)
-            if prod(self.grid) > self.total:
-                raise PlanError(f"{self.total} tokens are fewer than the {prod(self.grid)} of a grid of {self.grid}")
+            first, self.grid = _first_at_zero(starts[0]) or 0, told
+        if not made:
+            _require_alike(starts)
+        if told is not None and not made:
+            self._require_agreement(coords, told, first)
+        if first:
+            places = torch.arange(self.total, device=self.tokens.device)
+            stop = first + prod(self.grid)
+            self.order = torch.cat([places[first:stop], places[:first], places[stop:]])
         self.points = coords.dim() == 3
         ordered = coords if self.order is None else coords.index_select(2, self.order.to(coords.device))
         self.positions = _intervals(ordered, self.grid) if self.points else ordered
+
+    def _grid_of(self, sizes: list[Any]) -> Grid:
+        frames, height, width = (
+            -(-int(size) // patch) for size, patch in zip(sizes, self.row.patch(self.inside), strict=True)
+        )
+        if frames * height * width > self.total:
+            grid = (frames, height, width)
+            raise PlanError(f"{self.total} tokens are fewer than the {prod(grid)} of a grid of {grid}")
+        return frames, height, width
+
+    def _require_agreement(self, coords: torch.Tensor, grid: Grid, first: int) -> None:
+        if first + prod(grid) > self.total:
+            self._disagree(grid, f"they are {self.total} tokens, of which the first at zero is the one at {first}")
+        try:
+            own = coords[:, :, first : self.total]
+            own = _intervals(own, grid) if coords.dim() == 3 else own
+            require_grid(grid, own)
+        except PlanError as error:
+            self._disagree(grid, str(error))
+        if continues(grid, own) == "row":
+            self._disagree(grid, "they go on with another row")
+
+    def _disagree(self, grid: Grid, why: str) -> NoReturn:
+        raise PlanError(
+            f"video_coords of {self.row.name} do not agree with num_frames, height and width, {grid} in tokens: {why}; "
+            "leave the three out, or 1, to have the grid read from the coordinates"
+        )
 
     def placed(self, tile: TokenTile, positions: torch.Tensor | None) -> dict[str, Any]:
         assert positions is not None
@@ -89,13 +121,12 @@ def find_grid(starts: torch.Tensor, stops: torch.Tensor | None = None) -> tuple[
     behind. From there on, a grid in row-major order goes as far as its frames follow each other. A keyframe behind it
     lies inside a frame, and does not start where the last one stops. Raises PlanError when there is no such grid.
     """
-    zeros = (starts == 0).all(0).nonzero().flatten()
-    if not len(zeros):
+    first = _first_at_zero(starts)
+    if first is None:
         raise PlanError(
             "no token of video_coords starts at zero in all dims, so that the generated ones cannot be told from the "
             "conditioning; give num_frames, height and width, too"
         )
-    first = int(zeros[0])
     time, rows, columns = starts[:, first:]
     plane = _run(time == time[0])
     width = _run((rows == rows[0])[:plane])
@@ -115,6 +146,20 @@ def find_grid(starts: torch.Tensor, stops: torch.Tensor | None = None) -> tuple[
     if not (square and (down[1:, 0] > down[:-1, 0]).all() and (across[0, 1:] > across[0, :-1]).all()):
         raise PlanError(f"the first {plane} tokens of the generated ones are no grid in row-major order")
     return first, (frames, plane // width, width)
+
+
+def _first_at_zero(starts: torch.Tensor) -> int | None:
+    zeros = (starts == 0).all(0).nonzero().flatten()
+    return int(zeros[0]) if len(zeros) else None
+
+
+def _require_alike(starts: torch.Tensor) -> None:
+    begins = (starts == 0).all(1).long().argmax(1)
+    if (begins != begins[0]).any():
+        raise PlanError(
+            f"the samples of video_coords begin at zero at different tokens, {begins.tolist()}; call the model for "
+            "each sample, or put their tokens in the same order"
+        )
 
 
 def _run(same: torch.Tensor) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from halotile.denoise.layout import Grid
 from halotile.denoise.sequences import SequenceCall
-from halotile.denoise.tokens import Grid, TokenTile
+from halotile.denoise.tokens import TokenTile
 from halotile.errors import PlanError
 from halotile.families.transformers import Transformer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from halotile.denoise.coords import CoordsCall
@@ -19,9 +21,11 @@ def call_for(
     kwargs: dict[str, Any],
     normalize_positions: bool,
     reference_positions: References,
+    per_token: Sequence[str] = (),
 ) -> ModelCall | None:
     """The call `model(*args, **kwargs)` taken apart; None for a class that is not known.
 
+    per_token: arguments with one entry a token that a class has besides those of its row.
     Raises UnsupportedError for a model, or arguments, that are known not to fit, PlanError for shapes that do not.
     """
     known = transformer_of(model)
@@ -30,6 +34,8 @@ def call_for(
     row, cls = known
     if reason := row.refuse(uncompiled(model)):
         raise UnsupportedError(f"this {row.name} cannot be tiled: {reason}")
+    if per_token:
+        row = replace(row, per_token=(*row.per_token, *per_token))
     common = (row, cls, model, args, kwargs)
     if row.places == "grid":
         return GridCall(*common, normalize_positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -29,6 +30,7 @@ class DenoiseOptions:
     scheduler: Dealing = "balanced"
     deterministic: bool = False
     first_sigma_limit: float = FIRST_SIGMA_LIMIT
+    per_token: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.tiling, TileCountConfig):
@@ -43,5 +45,11 @@ class DenoiseOptions:
         ):
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(known)}")
-        if not self.first_sigma_limit > 0:
+        for name in ("normalize_positions", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.per_token, (list, tuple)) or not all(isinstance(name, str) for name in self.per_token):
+            raise PlanError(f"per_token={self.per_token!r} must be names of keywords, in a list or tuple")
+        object.__setattr__(self, "per_token", tuple(self.per_token))
+        if not isinstance(self.first_sigma_limit, (int, float)) or not self.first_sigma_limit > 0:
             raise PlanError(f"first_sigma_limit={self.first_sigma_limit!r} must be a positive sigma")

@@ -20,7 +20,8 @@ def positions_for(
 
     With `normalize` they are moved so that the generated tokens start at zero in each dim; widths of intervals stay.
     Conditioning tokens move along, so that all relative positions of the tile stay true. With references="keep" those
-    of negative time stay where they were: every tile then sees them at the same coordinates.
+    of negative time stay where they were: every tile then sees them at the same coordinates. Generated tokens always
+    move.
     """
     own = positions[:, :, tile.kept.to(positions.device)]
     if not normalize:
@@ -28,9 +29,16 @@ def positions_for(
     moved = own - start_of(positions, tile)[:, :, None, None]
     if references == "shift":
         return moved
-    return torch.where(own[:, :1, :, :1] < 0, own, moved)
+    stays = own[:, :1, :, :1] < 0
+    stays[:, :, : len(tile.generated)] = False
+    return torch.where(stays, own, moved)
 
 
 def shift_time(audio_positions: torch.Tensor, seconds: torch.Tensor) -> torch.Tensor:
-    """Positions of audio tokens, `B 1 A 2`, `B 1 A` or `B A`, `seconds` (one a sample) earlier, like their tile."""
+    """Positions of audio tokens, `B 1 A 2`, `B 1 A` or `B A`, `seconds` (one a sample) earlier, like their tile.
+
+    Whole numbers become what `seconds` are, which may be fractions.
+    """
+    if not audio_positions.is_floating_point():
+        audio_positions = audio_positions.to(torch.promote_types(audio_positions.dtype, seconds.dtype))
     return audio_positions - seconds.view(-1, *(1,) * (audio_positions.dim() - 1)).to(audio_positions)

@@ -44,6 +44,9 @@ class ModelCall(Protocol):
     def own_audio(self) -> torch.Tensor | None:
         """Audio tokens `B A D`, of the dtype and shape of what `run` returns for them; None without audio."""
 
+    def given_fact(self) -> str:
+        """Names, shapes and dtypes of all arguments, for the ranks to compare."""
+
     def run(self, tile: TokenTile, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The model on the kept tokens of a tile: `B m D`, and its prediction for all audio tokens.
 
@@ -55,4 +58,13 @@ class ModelCall(Protocol):
         """The model's own call, with nothing changed: what runs where there is one tile."""
 
     def finish(self, video: torch.Tensor, audio: torch.Tensor | None) -> Any:
-        """`video` (`B N D`) and `audio` as the model returns them. Where there is audio and it is None, it is frozen."""
+        """`video` (`B N D`) and, where there is any, `audio` as the model returns them."""
+
+    def with_audio(self, output: Any, audio: torch.Tensor) -> Any:
+        """What `plain` returned, with `audio` in the place of its own."""
+
+
+def still_audio(call: ModelCall) -> torch.Tensor | None:
+    """The prediction that leaves audio as it is: a velocity of zeros, or the audio itself; None without audio."""
+    audio = call.own_audio()
+    return audio if audio is None or call.prediction == "sample" else torch.zeros_like(audio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halotile.denoise.tokens import Grid
+from halotile.denoise.layout import Grid
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class DenoiseReport:
     how many; 1 is the plain forward, 0 one without video. ranks: of the group. loads: kept tokens that each rank's
     tiles have. unkept: conditioning tokens that no tile kept. drift: mean squared disagreement of tiles where they
     overlap, over pairs of tiles, each token counting with the product of the pair's blend weights; in squared units of
-    the prediction, 0.0 where nothing overlaps. Less than about 1e-7 of the squared distance of the prediction from the
-    tokens is rounding (float32), but with `deterministic`. sigma: how noisy the tokens were, None where unknown.
-    all_reduces: how many there were. reduced_bytes: what that of the video carried. collectives: reductions and
-    agreements. seconds: this rank's wall time.
+    the prediction, 0.0 where nothing overlaps, NaN where a prediction is not finite there. Less than about 1e-7 of the
+    squared distance of the prediction from the tokens is rounding (float32), but with `deterministic`. sigma: how noisy
+    the tokens were, None where unknown. all_reduces: how many there were. reduced_bytes: what that of the video
+    carried. collectives: reductions and agreements. seconds: this rank's wall time.
     """
 
     grid: Grid

@@ -12,7 +12,7 @@ import torch
 from halotile.comm import Call
 from halotile.denoise.options import DenoiseOptions
 from halotile.denoise.positions import positions_for
-from halotile.denoise.protocol import ModelCall
+from halotile.denoise.protocol import ModelCall, still_audio
 from halotile.denoise.report import DenoiseReport
 from halotile.denoise.sums import RunningSums, Slots, average_audio
 from halotile.denoise.tokens import TokenPlan, TokenTile
@@ -68,6 +68,8 @@ def run_tiled(
         blended.video[:, plan.unkept] = 0 if call.prediction == "velocity" else own[:, plan.unkept].to(dtype)
     if blended_audio is not None and own_audio is not None:
         blended_audio = blended_audio.to(own_audio.dtype)
+    else:
+        blended_audio = still_audio(call)
     output = call.finish(blended.video.to(own.dtype), blended_audio)
     return output, DenoiseReport(
         grid=plan.grid,
@@ -93,14 +95,17 @@ def _run_tile(
         positions = positions_for(positions, tile, options.normalize_positions, options.reference_positions)
     video, audio = call.run(tile, positions)
     expected = (own.shape[0], len(tile.kept), own.shape[2])
+    if not isinstance(video, torch.Tensor):
+        raise UnsupportedError(
+            f"the model returned a {type(video).__name__} for the video; it must return a tensor of {expected}, the "
+            "shape of the tokens, to be blended"
+        )
     if tuple(video.shape) != expected:
         raise UnsupportedError(
             f"the prediction for {expected[1]} tokens of a tile is {tuple(video.shape)}; it must be {expected}, the "
             "shape of the tokens, to be blended"
         )
-    if (audio is None) != (own_audio is None) or (
-        audio is not None and own_audio is not None and audio.shape != own_audio.shape
-    ):
+    if (audio is None) != (own_audio is None) or (own_audio is not None and _shape(audio) != _shape(own_audio)):
         raise UnsupportedError(
             f"the model returned {_shape(audio)} for audio of {_shape(own_audio)}; it must return a prediction of the "
             "same shape, to be averaged"
@@ -116,6 +121,7 @@ def _facts(
         "dtype": str(own.dtype),
         "audio tokens": _shape(own_audio),
         "grid": str(call.grid),
+        "arguments": call.given_fact(),
         "predicts": call.prediction,
         **{each.name: str(getattr(options, each.name)) for each in fields(options)},
         "kept": plan.digest,
@@ -123,4 +129,4 @@ def _facts(
 
 
 def _shape(tensor: torch.Tensor | None) -> str:
-    return "nothing" if tensor is None else str(tuple(tensor.shape))
+    return str(tuple(tensor.shape)) if isinstance(tensor, torch.Tensor) else type(tensor).__name__

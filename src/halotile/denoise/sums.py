@@ -107,4 +107,6 @@ def _squares(distance: torch.Tensor) -> torch.Tensor:
 
 
 def _drift(around: torch.Tensor, plan: TokenPlan, own: torch.Tensor) -> float:
-    return max(0.0, float(around)) / (plan.pairs * own.shape[0] * own.shape[2]) if plan.pairs else 0.0
+    # not max(), which would make 0 of NaN
+    spread = 0.0 if around <= 0 else float(around)
+    return spread / (plan.pairs * own.shape[0] * own.shape[2]) if plan.pairs else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,21 +10,24 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from halotile.comm import DEFAULT_TIMEOUT_S, Call, Ranks
+from halotile.comm import DEFAULT_TIMEOUT_S, Call, Group, Ranks
+from halotile.denoise.layout import grid_from
 from halotile.denoise.models import call_for
 from halotile.denoise.options import FIRST_SIGMA_LIMIT, Audio, Dealing, DenoiseOptions
 from halotile.denoise.plain import PlainCall
-from halotile.denoise.protocol import ModelCall, Prediction, References
+from halotile.denoise.protocol import ModelCall, Prediction, References, still_audio
 from halotile.denoise.report import DenoiseReport
 from halotile.denoise.run import run_tiled
 from halotile.denoise.tokens import plan_tokens
 from halotile.errors import GradientError, PlanError, UnsupportedError
+from halotile.families.transformers import uncompiled
 from halotile.planning.tilings import DIMS, TileCountConfig
 
 _NOT_GIVEN = object()
+_REMEMBERED = 1024
+"""Forwards whose drift is kept."""
 
 
 class TiledDenoiser(nn.Module):
@@ -49,29 +53,36 @@ class TiledDenoiser(nn.Module):
         ("sample"). Of known classes the row in `halotile.families` says it.
     audio: it goes untiled through the forward of every tile, which gives as many answers. Their "average" keeps ranks
         in step, but is not a meaningful latent: final audio comes from the first stage, and is kept frozen. "frozen"
-        skips the average and returns the audio that was put in (diffusers classes that predict a velocity: zeros,
-        which leave it as it is).
+        skips the average and returns what leaves the audio as it is: zeros where the model predicts a velocity, the
+        audio that was put in where it predicts a sample; with one tile as well.
     scheduler: deals tiles by the square of their tokens ("balanced"), or in turn ("round_robin"). deterministic: the
         same bits for every number of ranks, for memory and traffic of all tiles whole; else equal to rounding.
-    first_sigma_limit: warn when the first noise that is seen is above it. timeout_s: how long to wait for a rank.
+    first_sigma_limit: warn when the first noise that is seen is above it. timeout_s: how long to wait for a rank (of
+        `halotile.Ranks` their own holds). per_token: names of further keywords with one entry a token.
 
     For a function of tokens the call is `denoiser(tokens, positions, grid=(F, H, W), **keywords)`: the F * H * W
     generated tokens come first, row-major, conditioning tokens after them. `grid` is not handed on, the rest is:
-    `timesteps`, `keyframes_mask`, `denoise_mask`, `segment_ids` and `guide` (`B N`, `B N ...`) are cut to the tile's
-    tokens, and so is `attention_mask` (`... N N` both ways, `... 1 N` and `B N` along keys); dims of 1 and all other
-    keywords stay as they are. `audio` (`B A D`) and `audio_positions` (`B 1 A 2`) are whole. `sigma`, else `timesteps`
-    of at most 1, tell how noisy the tokens are. Where there is one tile, or tokens are None, the model is called as it
-    is.
+    `timesteps`, `keyframes_mask`, `denoise_mask`, `segment_ids`, `guide` and those of `per_token` (`B N`, `B N ...`)
+    are cut to the tile's tokens, and so is `attention_mask` (`... N N` both ways, `... 1 N` and `B N` along keys; two
+    dims of which the first is N are `N N`, also where B is N: give `B 1 N` then), tensors in lists and tuples too; dims
+    of 1 and all other keywords stay as they are. `audio` (`B A D`) and `audio_positions` (`B 1 A 2`) are whole.
+    `sigma`, else `timesteps`, tell how noisy the tokens are, where the largest is from 0 to 1. Where there is one tile,
+    or tokens are None, the model is called as it is, and its result is not touched, but for frozen audio.
 
-    In a diffusers pipeline it takes the transformer's place; the pipeline steps its scheduler once, on the blend:
+    In a diffusers pipeline it takes the place of the transformer; the scheduler is stepped once, on the blend (not all
+    pipelines take `sigmas`: docs/denoise.md):
 
         tiling = TileCountConfig(height=DimensionTilingConfig(2, 4), width=DimensionTilingConfig(2, 4))
         pipe.transformer = TiledDenoiser(pipe.transformer, tiling)
         pipe(prompt, latents=upscaled, sigmas=[0.9, 0.7, 0.4])
         pipe.transformer = pipe.transformer.model
 
-    `report` is the last forward's, `drift` the drift of each so far (`DenoiseReport.drift`). Windows and sums are
-    float32 (sums float64 for float64 tokens); the result has the dtype of the tokens.
+    Take it off again before `save_pretrained` of a pipeline, which leaves out classes that are not of diffusers. It can
+    be deep-copied, with its model, and then has the same ranks; it cannot be pickled.
+
+    `report` is the last forward's, `drift` the drift of each of the last 1024 (`DenoiseReport.drift`). Windows and sums
+    are float32 (sums float64 for float64 tokens). The result has the dtype of the tokens; that of one tile is the
+    model's own, which under autocast may be another.
 
     Raises PlanError, UnsupportedError and MembershipError; a call raises those, GradientError, and on every rank
     MismatchError, MissingRankError and RemoteRankError.
@@ -81,7 +92,7 @@ class TiledDenoiser(nn.Module):
         self,
         model: Any,
         tiling: TileCountConfig,
-        group: dist.ProcessGroup | Ranks | None = None,
+        group: Group | None = None,
         *,
         normalize_positions: bool = True,
         reference_positions: References = "shift",
@@ -90,12 +101,13 @@ class TiledDenoiser(nn.Module):
         scheduler: Dealing = "balanced",
         deterministic: bool = False,
         first_sigma_limit: float = FIRST_SIGMA_LIMIT,
+        per_token: Sequence[str] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__()
         if not callable(model):
             raise UnsupportedError(f"a model of type {type(model).__name__} cannot be called")
-        if isinstance(model, TiledDenoiser):
+        if isinstance(uncompiled(model), TiledDenoiser):
             raise UnsupportedError("this model is tiled already; wrap its `model`")
         self.options = DenoiseOptions(
             tiling,
@@ -106,6 +118,7 @@ class TiledDenoiser(nn.Module):
             scheduler=scheduler,
             deterministic=deterministic,
             first_sigma_limit=first_sigma_limit,
+            per_token=per_token,
         )
         self.ranks = Ranks.of(group, timeout_s)
         self.model = model
@@ -126,7 +139,7 @@ class TiledDenoiser(nn.Module):
                 call = self.call_of(args, kwargs)
                 plan = plan_tokens(call.grid, tiling, call.positions, call.total)
                 output, self.report = run_tiled(call, plan, self.options, handshake, self._warn)
-        self.drift.append(self.report.drift)
+        self._remember(self.report.drift)
         return output
 
     def without_video(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -136,7 +149,8 @@ class TiledDenoiser(nn.Module):
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
         """A call of the model taken apart."""
         options = self.options
-        known = call_for(self.model, args, kwargs, options.normalize_positions, options.reference_positions)
+        how = options.normalize_positions, options.reference_positions, options.per_token
+        known = call_for(self.model, args, kwargs, *how)
         return known if known is not None else self._plain_call(*args, **kwargs)
 
     def _forward_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,8 +161,13 @@ class TiledDenoiser(nn.Module):
             call, started = self.call_of(args, kwargs), time.perf_counter()
             output = call.plain()
             self.report = _whole_report(call, self.ranks, time.perf_counter() - started)
-            self.drift.append(0.0)
-            return output
+            self._remember(0.0)
+            still = still_audio(call) if self.options.audio == "frozen" else None
+            return output if still is None else call.with_audio(output, still)
+
+    def _remember(self, drift: float) -> None:
+        self.drift.append(drift)
+        del self.drift[:-_REMEMBERED]
 
     def _plain_call(
         self, tokens: Any = _NOT_GIVEN, positions: Any = None, *more: Any, grid: Any = None, **keywords: Any
@@ -159,17 +178,10 @@ class TiledDenoiser(nn.Module):
                 f"grid=(frames, height, width), **keywords), tokens and positions tensors; got {_kind(tokens)} and "
                 f"{_kind(positions)}, {len(more)} more without a name, and {', '.join(keywords) or 'no keywords'}"
             )
-        if not isinstance(grid, Sequence) or len(grid) != 3 or not all(type(side) is int and side > 0 for side in grid):
+        known = grid_from(grid)
+        if known is None:
             raise PlanError(f"grid={grid!r}: give the frames, height and width of the generated tokens, three integers")
-        return PlainCall(
-            self.model,
-            tokens,
-            positions,
-            (grid[0], grid[1], grid[2]),
-            self.options.prediction,
-            self.options.normalize_positions,
-            keywords,
-        )
+        return PlainCall(self.model, tokens, positions, known, keywords, self.options)
 
     def _warn(self, sigma: float | None, averaged: bool) -> None:
         first, limit = self.ranks.rank == 0, self.options.first_sigma_limit
@@ -185,7 +197,7 @@ class TiledDenoiser(nn.Module):
             warnings.warn(
                 "audio goes through the forward of every tile, and the average over tiles that is returned is not a "
                 "meaningful latent: take the final audio from the first stage, and keep it frozen (audio='frozen' "
-                "returns the audio that is put in)",
+                "leaves it as it is put in)",
                 stacklevel=6,
             )
         self._seen_sigma = self._seen_sigma or sigma is not None
@@ -199,6 +211,20 @@ class TiledDenoiser(nn.Module):
             if name == "model":
                 raise
             return getattr(self.model, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TiledDenoiser:
+        """A copy of the model on tiles, over the same ranks."""
+        memo[id(self.ranks)] = self.ranks
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            "a TiledDenoiser belongs to the ranks of this process, so it cannot be pickled or saved; pickle or save "
+            "its `model`, and wrap that again where it is loaded"
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> TiledDenoiser:
         """Move the model, by its own method: some keep a part of their weights in float32."""

@@ -12,11 +12,10 @@ from math import prod
 import torch
 
 from halotile.blend import windows
+from halotile.denoise.layout import Grid, require_grid
 from halotile.errors import PlanError
 from halotile.geometry import DimTiling, Interval, tile_by_count
 from halotile.planning.tilings import DIMS, DimensionTilingConfig, TileCountConfig
-
-Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +89,18 @@ def plan_tokens(grid: Grid, tiling: TileCountConfig, positions: torch.Tensor | N
     Tiles are in row-major order: those of early frames first. A tile keeps every conditioning token (those after the
     generated ones) whose interval overlaps the tile's in all three dims, or whose time is negative: references belong
     to all tiles. `positions` are `B 3 N 2`, half-open intervals; a token that is kept for one sample is kept for all.
-    Without conditioning tokens they are not looked at. The plans of the last few geometries are remembered.
+    An interval without a width is a point, and a tile whose last interval is one includes it. The plans of the last few
+    geometries are remembered.
 
-    Raises PlanError for numbers that cannot be, and for conditioning tokens without positions.
+    Raises PlanError for numbers that cannot be, for generated tokens whose positions are no grid in row-major order,
+    and for conditioning tokens without positions.
     """
     generated = prod(grid)
     if total < generated:
         raise PlanError(f"{total} tokens are fewer than the {generated} of a grid of {grid}")
-    if total == generated:
-        return _without_conditioning(grid, tiling)
     if positions is None:
+        if total == generated:
+            return _without_conditioning(grid, tiling)
         raise PlanError(
             f"{total - generated} conditioning tokens after the {generated} of the grid have no positions, so that no "
             "tile can tell whether they are its own; give positions of the shape B 3 N 2"
@@ -119,7 +120,11 @@ def _remembered(grid: Grid, tiling: TileCountConfig, positions: torch.Tensor) ->
     for known, seen, plan in tuple(_SEEN):
         if known == key and torch.equal(seen, positions):
             return plan
-    plan = _with_conditioning(_without_conditioning(grid, tiling), positions.detach().double().cpu())
+    exact = positions.detach().cpu().double()
+    require_grid(grid, exact)
+    plan = _without_conditioning(grid, tiling)
+    if positions.shape[2] > plan.total:
+        plan = _with_conditioning(plan, exact)
     _SEEN.append((key, positions.detach().clone(), plan))
     return plan
 
@@ -160,7 +165,8 @@ def _with_conditioning(plan: TokenPlan, positions: torch.Tensor) -> TokenPlan:
     starts, stops = positions[:, :, first:, 0], positions[:, :, first:, 1]
     reference = starts[:, 0] < 0
     keeps = torch.stack([(_near(positions, tile, starts, stops) | reference).any(0) for tile in plan.tiles])
-    share = (1 / keeps.sum(0).clamp(min=1)).float()
+    # not in the default dtype, which a program may have set to bfloat16
+    share = (1 / keeps.sum(0).clamp(min=1).double()).float()
     tiles = tuple(
         replace(
             tile,
@@ -176,7 +182,9 @@ def _near(positions: torch.Tensor, tile: TokenTile, starts: torch.Tensor, stops:
     """Which of the intervals overlap the tile's in all dims, `B K`; one without a width counts as a point."""
     own = positions[:, :, tile.generated]
     begin, end = own[..., 0].amin(-1, keepdim=True), own[..., 1].amax(-1, keepdim=True)
-    return ((starts < end) & ((stops > begin) | (starts >= begin))).all(1)
+    # the half-open interval of a tile whose last one is a point would be without that
+    closed = end == own[..., 0].amax(-1, keepdim=True)
+    return (((starts < end) | (closed & (starts == end))) & ((stops > begin) | (starts >= begin))).all(1)
 
 
 @lru_cache(maxsize=16)
