@@ -533,7 +533,7 @@ def test_demo_on_tiny_vaes(
     (out / "file").touch()
     assert "file: cannot be made a folder" in fails("demo", "--out", str(out / "file"))
     monkeypatch.setattr(demo, "DATA", out)
-    assert "the demonstration VAE is not installed" in fails("demo", "--out", str(out / "made"))
+    assert "the demonstration model is not installed" in fails("demo", "--out", str(out / "made"))
 
     monkeypatch.setattr(demo, "DATA", bench.folder)
     honest = halotile.cli.spread.decode_alone
