@@ -3,8 +3,9 @@
     python bench/auto_choice.py [--ranks 2] [--rounds 3]
 
 Ranks of one thread; first the class is calibrated, in a cache of this run's own. Every round runs every strategy once,
-in turn; the least time of a strategy counts, of the slowest rank. Printed are the measured seconds of each, those that
-were predicted for the choice, and the choice's time over the best one's.
+in turn; the least time of a strategy counts, of the slowest rank. Printed are the measured seconds of each (in brackets
+where a rank would hold more than the window that is set), those that were predicted for the choice, and the choice's
+time over that of the best one that may run.
 """
 
 from __future__ import annotations
@@ -72,26 +73,36 @@ def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
         if rank == 0:
             print(f"{CASES[name].title}: {rates}")
     good = 0
+    if rank == 0:
+        print("| latents | tiling | serial, s | shard, s | tile, s | chosen | predicted, s | over the best |")
+        print("| --- " * 8 + "|")
     for shape in SHAPES:
-        times, chosen, predicted = measure(models[shape.case], shape, args)
-        ratio = times[chosen] / min(times.values())
+        times, refused, chosen, predicted = measure(models[shape.case], shape, args)
+        ratio = times[chosen] / min(seconds for name, seconds in times.items() if name not in refused)
         good += ratio <= 1.15
         if rank == 0:
-            listed = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
-            print(f"{shape}: {listed}; chosen {chosen}, predicted {predicted:.3f} s, over the best {ratio:.2f}")
+            cells = [
+                "" if name not in times else f"({times[name]:.2f})" if name in refused else f"{times[name]:.2f}"
+                for name in ("serial", "shard", "tile")
+            ]
+            window = "off" if shape.window is None else f"{shape.window[0]}, every {shape.window[1]}"
+            what = f"{shape.case}, {shape.height} x {shape.width}"
+            print(f"| {what} | {window} | {' | '.join(cells)} | {chosen} | {predicted:.2f} | {ratio:.2f} |")
     if rank == 0:
         print(f"{good} of {len(SHAPES)} choices within 15 % of the best")
     dist.destroy_process_group()
 
 
-def measure(vae: Any, shape: Shape, args: argparse.Namespace) -> tuple[dict[str, float], str, float]:
-    """Seconds of each strategy, the one that auto chose, and what was predicted for it."""
+def measure(vae: Any, shape: Shape, args: argparse.Namespace) -> tuple[dict[str, float], set[str], str, float]:
+    """Seconds of each strategy, those whose rows are too many, what auto chose, and what was predicted for that."""
     lead = CASES["kl"].latents[:-2] if vae.__class__.__name__ == "AutoencoderKL" else CASES["ltx2"].latents[:-2]
     latents = torch.randn(1, *lead, shape.height, shape.width, generator=torch.Generator().manual_seed(2))
     vae.use_tiling = False
     if shape.window is not None:
         ratio = halotile.families.FAMILIES[type(vae).__name__].ratio(vae)
         set_window(vae, *(side * ratio for side in shape.window))
+    found = halotile.explain(vae, tuple(latents.shape), args.ranks)
+    refused = {each.name for each in found.predictions if "largest tile" in each.refused}
     strategies = ["serial", "shard"] + ["tile"] * vae.use_tiling
     times: dict[str, float] = {}
     with torch.no_grad():
@@ -108,7 +119,7 @@ def measure(vae: Any, shape: Shape, args: argparse.Namespace) -> tuple[dict[str,
                 dist.all_reduce(taken, dist.ReduceOp.MAX)
                 if number:
                     times[strategy] = min(float(taken), times.get(strategy, float("inf")))
-    return times, report.strategy, report.predicted_seconds or 0.0
+    return times, refused, report.strategy, report.predicted_seconds or 0.0
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def test_what_cannot_be_explained_or_calibrated() -> None:
             halotile.explain(vae, **{"latent_shape": (1, 4, 8, 8), "ranks": 2, **wrong})
     for shape, repeats, said in (
         ((4, 8, 8), 1, "must be B C H W"),
-        ((1, 4, 1, 8), 1, "too small"),
+        ((1, 4, 1, 8), 1, "too small: give at least 2 x 2"),
         ((1,), 0, "repeats"),
     ):
         with pytest.raises(PlanError, match=said):

@@ -35,12 +35,13 @@ def calibrate(
     repeats: int = 3,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Rates:
-    """Time whole and sharded decodes of `latent_shape` (`B C H W`, `B C F H W`) and of half its height and width.
+    """Time whole and sharded decodes of `latent_shape` (`B C H W`, `B C F H W`) and of an eighth its height and width.
 
     Every rank of the group calls it. Of `repeats` the fastest counts, and of the ranks the slowest. What grows from the
     small decode to the large one is the rate, what does not is the fixed cost of a call, or of the places where a
     sharded call looks across rows. The first rank keeps the result for `strategy="auto"` (`rates.json`,
-    `halotile.decode.known`). Raises PlanError for latents too small to be cut in half over the ranks.
+    `halotile.decode.known`). Raises PlanError for latents too small for that, and UnsupportedError for
+    a class without a row in `halotile.families`.
     """
     ranks, shape = Ranks.of(group, timeout_s), tuple(latent_shape)
     with Call(ranks) as call:
@@ -73,12 +74,17 @@ def _checked(vae: Any, shape: tuple[int, ...], ranks: int, repeats: int) -> tupl
     require_whole("repeats", repeats, least=1)
     if len(shape) not in (4, 5) or any(type(size) is not int or size < 1 for size in shape):
         raise PlanError(f"latent_shape is {shape}; it must be B C H W or B C F H W, all at least 1")
-    if family_of(vae) is None:
+    family = family_of(vae)
+    if family is None:
         raise UnsupportedError(f"{type(vae).__name__} has no row in halotile.families")
-    small = (*shape[:-2], shape[-2] // 2, shape[-1] // 2)
-    if small[-1] < 1 or small[-2] < ranks:
-        raise PlanError(f"latents of {shape} are too small: half the height must have a row for each of {ranks} ranks")
-    return small
+    # as small as can be: its time is that which does not grow
+    least = family.min_tile_lat(vae, "decode")
+    rows, columns = max(ranks * least, shape[-2] // 8), max(least, shape[-1] // 8)
+    if 2 * rows > shape[-2] or 2 * columns > shape[-1]:
+        raise PlanError(
+            f"latents of {shape} are too small: give at least {2 * rows} x {2 * columns}, twice what {ranks} ranks need"
+        )
+    return (*shape[:-2], rows, columns)
 
 
 def rates_from(
