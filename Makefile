@@ -9,7 +9,7 @@ demo: .venv/demo.stamp
 	$(BIN)/halotile demo --ranks 2 --out $(OUT)
 
 test: .venv/dev.stamp check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
@@ -24,6 +24,9 @@ bench: .venv/dev.stamp
 	$(BIN)/python bench/shard_floor.py
 	$(BIN)/python bench/shard_memory.py
 	$(BIN)/python bench/stream_first.py
+	$(BIN)/python bench/stream_memory.py
+	$(BIN)/python bench/denoise_ratio.py
+	$(BIN)/python bench/auto_choice.py
 
 .venv/demo.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

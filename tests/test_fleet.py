@@ -183,6 +183,20 @@ def test_twenty_jobs_in_a_row_leave_nothing_behind(fleet: Fleet) -> None:
             next(fleet.stream(x, tiling=THREE_BATCHES))
         gc.collect()
         fleet.decode(x, strategy="tile")
+        return settled()
+
+    def settled() -> list[object]:
+        """What is held once it stays the same: connections close a moment after their job."""
+        seen: list[object] = []
+        for _ in range(20):
+            time.sleep(0.3)
+            now = held()
+            if now == seen:
+                break
+            seen = now
+        return seen
+
+    def held() -> list[object]:
         named = [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in (os.getpid(), *fleet.pids))]
         processes = [children(pid) for pid in (os.getpid(), *fleet.pids)]
         return [held_by("self"), [held_by(pid) for pid in fleet.pids], processes, named]

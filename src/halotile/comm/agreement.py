@@ -150,6 +150,11 @@ class Call:
         self._show(self._board.add(self._key("done"), 1))
         self._raise_failure()
 
+    def glance(self) -> None:
+        """Between two pieces that another rank counts: see how many are done, and stop if a rank has failed."""
+        self._show(self._board.add(self._key("done"), 0))
+        self._raise_failure()
+
     def _show(self, done: int) -> None:
         if self._on_progress is not None:
             self._on_progress(done)

@@ -77,7 +77,7 @@ def run_hybrid(
     lead = ranks.rank // shards * shards
     subgroup = Ranks(SubgroupTransport(ranks.transport, range(lead, lead + shards)), ranks.timeout_s)
     # a call counts once, for all ranks that share it
-    done = call.piece_done if ranks.rank == lead else call.check
+    done = call.piece_done if ranks.rank == lead else call.glance
     noise = Noise(calls, call, device)
     made: dict[int, torch.Tensor] = {}
     counted: list[Ledger] = []
