@@ -168,3 +168,18 @@ def test_what_is_said_aside_is_json() -> None:
     assert json.loads(offer.aside)["rates"] == asdict(offer.rates)
     assert rates_key(vae, CPU).startswith("AutoencoderKL float32 on ")
     assert work(Ranks.alone().transport) is None
+
+
+def _calibrated(group, repeats):
+    rank, vae = torch.distributed.get_rank(group), tiny.build(KL)
+    with pytest.raises(MismatchError, match="repeats: rank 0 has 1, rank 1 has 2"):
+        halotile.calibrate(vae, (1, 4, 16, 16), group, repeats=1 + rank)
+    with pytest.raises(halotile.RemoteRankError if rank == 0 else halotile.PlanError, match="too small"):
+        halotile.calibrate(vae, (1, 4, 1, 1) if rank else (1, 4, 16, 16), group, repeats=repeats)
+    return halotile.calibrate(vae, (1, 4, 16, 16), group, repeats=repeats)
+
+
+def test_ranks_calibrate_together_or_not_at_all() -> None:
+    first, second = run_ranks(_calibrated, 2, 1)
+    assert first == second
+    assert "with 2 ranks" in first.source

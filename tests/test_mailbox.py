@@ -18,6 +18,7 @@ import torch
 import torch.multiprocessing as mp
 
 from halotile.comm import Mailbox
+from halotile.comm.parcel import Parcel
 from halotile.errors import MissingRankError, PlanError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(60)
@@ -344,3 +345,18 @@ def produce_on(box: Mailbox, rank: int, device: str) -> None:
             tile = tile_of(rank, index).to(device, torch.bfloat16)
             out.send(0, index, [tile, tile[:0]])
             tile.zero_()
+
+
+def test_whoever_has_all_it_wanted_may_be_gone_before_send_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = mp.get_context("spawn").Pipe()
+    sent = socket.send_fds
+
+    def send_to_one_that_leaves(*given):
+        size = sent(*given)
+        theirs.close()
+        return size
+
+    monkeypatch.setattr(socket, "send_fds", send_to_one_that_leaves)
+    with Parcel("header", [torch.ones(3)]) as parcel:
+        parcel.send(ours)
+    assert theirs.closed

@@ -80,12 +80,14 @@ def test_one_rank_runs_it_as_it_is() -> None:
 
 
 def test_hybrid_is_for_fewer_tiles_than_ranks() -> None:
-    two = replace(TILED, shape_lat=(32, 48), tiles=((32, 32), (32, 24)), ranks=4, no_shard="made up")
+    two = replace(TILED, shape_lat=(32, 48), tiles=((32, 32), (32, 24)), ranks=4, min_rows=9)
     assert [each.name for each in decide(two, RATES).predictions] == [
         "serial", "shard", "tile", "hybrid, 2 shards a tile", "hybrid, 4 shards a tile",
     ]  # fmt: skip
     assert all("hybrid" not in each.name for each in decide(TILED, RATES).predictions)
-    assert "made up" in next(each.refused for each in decide(two, RATES).predictions if each.strategy == "hybrid")
+    few = next(each.refused for each in decide(two, RATES).predictions if each.shards_per_tile == 4)
+    assert few == "32 latent rows are fewer than 4 ranks of 9"
+    assert decide(two, RATES).predictions[4].refused == "32 rows of the thinnest tile are too few for 4 ranks"
 
 
 def test_no_way_holds_more_than_the_budget_and_else_the_least_runs() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from halotile.decode.link import GroupLink
 from halotile.decode.options import Progress
 from halotile.decode.placement import DeviceOf
 from halotile.decode.report import DecodeReport
-from halotile.decode.streams import begin_stream, end_stream
+from halotile.decode.streams import Leavable, begin_stream, end_stream
 from halotile.decode.tile_noise import TileNoise
 from halotile.errors import HalotileError
 
 
-class Stream(Iterator[torch.Tensor]):
+class Stream(Leavable):
     """The iterator that `stream` returns; also a context manager. `report` is there once its work is done."""
 
     def __init__(
@@ -62,9 +61,6 @@ class Stream(Iterator[torch.Tensor]):
         """How far it is."""
         return f"after batch {self._row} of {len(self._plan.rows)}"
 
-    def __iter__(self) -> Stream:
-        return self
-
     def __next__(self) -> torch.Tensor:
         if not self._drives:
             self._check_others()
@@ -100,19 +96,6 @@ class Stream(Iterator[torch.Tensor]):
         """On the driver: want no more. The other ranks stop at their next tile. Does nothing the second time."""
         if self._drives and not self._over:
             self._leave()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # at the end of a program the board may be gone already
-        with suppress(Exception):
-            self.close()
 
     def _next_batch(self) -> torch.Tensor:
         indices = self._plan.rows[self._row]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from halotile.decode.door import arguments_fact, check_input
 from halotile.decode.options import Progress
 from halotile.decode.placement import DeviceOf, Placement, check_placement, device_of, place_note
 from halotile.decode.report import DecodeReport
-from halotile.decode.streams import begin_stream, end_stream, forget_streams, refuse_open_stream
+from halotile.decode.streams import Leavable, begin_stream, end_stream, forget_streams, refuse_open_stream
 from halotile.errors import PlanError, RemoteRankError
 from halotile.families import family_of
 from halotile.planning import Scheduler
@@ -60,7 +57,7 @@ def stream_chunks(
     return out
 
 
-class ChunkStream(Iterator[torch.Tensor]):
+class ChunkStream(Leavable):
     """What `stream` returns for a clip in chunks; also a context manager.
 
     `decoder.report` is the account of its chunks, with the time to the first frames.
@@ -110,9 +107,6 @@ class ChunkStream(Iterator[torch.Tensor]):
             seconds=chunks.seconds,
         )
 
-    def __iter__(self) -> ChunkStream:
-        return self
-
     def __next__(self) -> torch.Tensor:
         while not self._over:
             # the group is the stream's own for as long as this takes
@@ -153,19 +147,6 @@ class ChunkStream(Iterator[torch.Tensor]):
             end_stream(self._ranks.transport)
             if self._calls == self._ranks.transport.calls:
                 Call(self._ranks).fail(_Left())
-
-    def __enter__(self) -> ChunkStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # at the end of a program the board may be gone already
-        with suppress(Exception):
-            self.close()
 
     def _check_undisturbed(self) -> None:
         """Raise PlanError if the driver made another call of the group meanwhile: it was told to the other ranks."""

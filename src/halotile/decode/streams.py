@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
+
+import torch
 
 from halotile.comm import Transport
 from halotile.errors import PlanError
@@ -17,6 +21,33 @@ class Open(Protocol):
     @property
     def where(self) -> str:
         """How far it is."""
+
+
+L = TypeVar("L", bound="Leavable")
+
+
+class Leavable(Iterator[torch.Tensor]):
+    """An iterator that may be left before its end: by `close()`, `with`, or when nobody holds it any more."""
+
+    def close(self) -> None:
+        """Want no more. Does nothing the second time."""
+        raise NotImplementedError
+
+    def __iter__(self: L) -> L:
+        return self
+
+    def __enter__(self: L) -> L:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # at the end of a program the board may be gone already
+        with suppress(Exception):
+            self.close()
 
 
 class Remains(Protocol):

@@ -58,7 +58,7 @@ class Situation:
     pass of the network that look across rows. result_bytes: of what comes out. min_rows: the least latent rows of a
     rank that the class's network takes. tiling: whether the VAE's own tiling is on. tiles: (rows, columns) of each tile
     that its loop cuts, or would; empty where it has no loop. chunks: the loop over frames deals every tile in so many
-    pieces. no_tile: why the class's tiles cannot be dealt. no_shard: why its rows cannot be. budget_bytes: what a rank
+    pieces. no_tile: why the class's tiles cannot be dealt. budget_bytes: what a rank
     may hold; None where that is not known. hybrid: whether ranks may share a tile.
     """
 
@@ -73,7 +73,6 @@ class Situation:
     tiles: tuple[Pair, ...] = ()
     chunks: int = 1
     no_tile: str = ""
-    no_shard: str = ""
     budget_bytes: int | None = None
     hybrid: bool = True
     scheduler: Scheduler = "balanced"

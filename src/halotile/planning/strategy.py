@@ -142,10 +142,8 @@ def _cannot(each: Prediction, situation: Situation) -> str:
         thinnest = min(rows for rows, _ in situation.tiles)
         few = thinnest < each.shards_per_tile * situation.min_rows
         thin = f"{thinnest} rows of the thinnest tile are too few for {each.shards_per_tile} ranks" if few else ""
-        return situation.no_tile or situation.no_shard or thin
+        return situation.no_tile or thin
     if each.strategy == "shard":
-        if situation.no_shard:
-            return situation.no_shard
         if height < situation.ranks * situation.min_rows:
             return f"{height} latent rows are fewer than {situation.ranks} ranks of {situation.min_rows}"
         rows = math.ceil(height / situation.ranks)
