@@ -167,7 +167,7 @@ def test_to_the_driver_alone_or_each_rank_its_rows(half):
 def _in_bfloat16(group, dtype):
     vae, seen = tiled.build_tiled(KL).to(torch.bfloat16), []
     x = tiled.tiled_input(KL, "decode", **THREE_TILES).to(dtype)
-    # the driver leads no subgroup, and comes last: it never waits, in which it would see the others' progress
+    # the driver leads no subgroup, and comes last: it does not see the others' progress while it waits for them
     slow = 0.5 if torch.distributed.get_rank(group) == 1 else 0.0
     vae.decoder.register_forward_hook(lambda module, args, output: time.sleep(slow))
     out = halotile.decode(
@@ -187,6 +187,7 @@ def test_dtype_in_is_dtype_out_and_progress_counts_calls(dtype):
         # statistics are float32 on both, so rounding is of the same size, at other places
         assert (out.float() - true).abs().max() <= 1.2 * (alone.float() - true).abs().max()
         assert bool(seen) == (rank == 1)
+        assert rank != 1 or seen[0][0] < seen[0][1], "nothing was shown before the end"
         if seen:
             assert seen[-1] == (3, 3)
 
