@@ -9,6 +9,7 @@ from one_rank import MODES, Cut, agreed, filled, on_each_rank, on_virtual, one_r
 from ranks import run_ranks
 
 from halotile.comm import Ranks
+from halotile.spatial.rules.channel_norm import _as_torch_adds, norm_over
 from halotile.spatial.rules.statistics import local_moments
 
 # sums in another order: a few roundings of float32 in the mean and in the variance, on values up to 5
@@ -165,6 +166,38 @@ def test_normalising_over_channels_is_local(mode):
     x = filled(2, 8, 3, 5)
     check(4, lambda x: F.normalize(x, dim=1), [x], [Cut(2)], 0, mode)
     check(4, lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=True), [x], [Cut(2)], 0, mode)
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 3, 41, 60), (1, 2, 64, 65), (3, 33, 18000)])
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_norm_over_many_channels_has_the_bits_of_one_rank(shape, keepdim, mode):
+    """Sizes from which it is not left to torch, in one piece and in several; with numbers that overflow, and none."""
+    assert _as_torch_adds()
+    x = filled(*shape)
+    x[0, :, ..., 1] *= 1e19
+    x[0, 1, ..., 2] = float("nan")
+    x[:, :, ..., 3] = 0.0
+    assert norm_over(x, 1, keepdim) is not None
+    work = lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=keepdim)  # noqa: E731
+    outcome = on_virtual(2, work, [x], [Cut(x.dim() - 1 if x.dim() == 3 else x.dim() - 2)], mode)
+    torch.testing.assert_close(outcome.results[0], work(x), rtol=0, atol=0, equal_nan=True)
+    assert outcome.collectives == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "dim"),
+    [
+        (filled(2, 8, 64, 64).double(), 1),
+        (filled(2, 8, 64, 64).bfloat16(), 1),
+        (filled(2, 8, 64, 64).contiguous(memory_format=torch.channels_last), 1),
+        (filled(2, 1, 64, 64), 1),
+        (filled(2, 8, 9, 9), 1),
+        (filled(2, 64, 64), 2),
+    ],
+)
+def test_other_norms_are_left_to_torch(x, dim):
+    assert norm_over(x, dim, True) is None
 
 
 def test_channels_that_are_sharded_are_gathered_and_counted():

@@ -21,7 +21,9 @@ from halotile.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
 
-# elements of a band for each weight, below which a second call costs more (it packs the weights again) than a copy
+# elements of a band for each weight, below which further calls for the seams cost more than a copy of the band:
+# on a CPU each packs the weights again
+_CPU_BAND_PER_WEIGHT = 32
 _BAND_PER_WEIGHT = 2
 
 
@@ -117,13 +119,14 @@ class _Window:
         """Whether to convolve the band by itself and then its seam rows again. The same on every rank."""
         base, call = self.base, self.call
         bands = base.spec.extents.sizes
+        per_weight = _CPU_BAND_PER_WEIGHT if base.device.type == "cpu" else _BAND_PER_WEIGHT
         return (
             not simple()
             and self.before == self.after > 0
             and self.extents == base.spec.extents
             and call.stride[base.spec.dim - 2] == 1
             and min(bands) > self.reach
-            and base.numel() // base.spec.size * max(bands) > _BAND_PER_WEIGHT * call.weight.numel()
+            and base.numel() // base.spec.size * max(bands) > per_weight * call.weight.numel()
         )
 
     def at_seams(self) -> SpatialTensor:

@@ -11,6 +11,7 @@ import torch
 from halotile.comm import Ranks
 from halotile.spatial.pointwise import rows_for
 from halotile.spatial.registry import Op, rule, run
+from halotile.spatial.rules.channel_norm import norm_over
 from halotile.spatial.rules.statistics import merged_moments
 from halotile.spatial.tensor import SpatialTensor
 
@@ -100,6 +101,10 @@ def vector_norm(op: Op, x: SpatialTensor, order: Any, dims: Any, keepdim: bool, 
     """The norm of the ranks' norms, for any order; of order 0 their sum."""
     all_dims = reduced_dims(x, dims)
     if x.spec.dim not in all_dims:
+        if len(all_dims) == 1 and order == 2 and dtype is None and x.local.numel():
+            quick = norm_over(x.local, all_dims[0], keepdim)
+            if quick is not None:
+                return x.like(quick, x.spec.at(x.spec.dim - (not keepdim and all_dims[0] < x.spec.dim)))
         return along_others(op, x, all_dims, keepdim, (order, dims, keepdim, dtype))
     if not x.numel():
         return NotImplemented
