@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +80,23 @@ class _Pool:
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * len(ranks)
         waiting, failures, ended = set(ranks), [], False
-        while waiting and time.monotonic() < deadline:
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready = wait([self.pipes[rank] for rank in waiting], left)
             for rank in sorted(waiting):
-                if self.pipes[rank].poll(0.002):
-                    try:
-                        ok, value = self.pipes[rank].recv()
-                    except EOFError:
-                        self.workers[rank].join(5.0)
-                        ended = True
-                        ok, value = False, f"the process ended with exit code {self.workers[rank].exitcode}"
-                    waiting.discard(rank)
-                    results[rank] = value
-                    if not ok:
-                        failures.append(f"--- rank {rank}\n{value}")
-                        # the others may wait for this one for ever
-                        deadline = min(deadline, time.monotonic() + 20.0)
+                if self.pipes[rank] not in ready:
+                    continue
+                try:
+                    ok, value = self.pipes[rank].recv()
+                except EOFError:
+                    self.workers[rank].join(5.0)
+                    ended = True
+                    ok, value = False, f"the process ended with exit code {self.workers[rank].exitcode}"
+                waiting.discard(rank)
+                results[rank] = value
+                if not ok:
+                    failures.append(f"--- rank {rank}\n{value}")
+                    # the others may wait for this one for ever
+                    deadline = min(deadline, time.monotonic() + 20.0)
         if waiting:
             failures += [f"--- rank {rank} did not return; it was at\n{self._where(rank)}" for rank in sorted(waiting)]
         if waiting or ended:

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 import halotile
-from halotile.cli import demo, launch
+from halotile.cli import demo, launch, spread, verify
 from halotile.cli.latents import read_latents
 from halotile.cli.main import run
 from halotile.cli.media import read_image, read_video, write_image, write_video
@@ -110,6 +113,23 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 @pytest.fixture
+def on_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of `--ranks` are those of `ranks.py`, which are there already, and not some that the command starts.
+
+    For what the ranks do; that they are started, and what they say when they fail, is tested with real ones.
+    """
+
+    def on_ranks_that_are_there(work: Callable[..., Any], ranks: int, device: str | None, arguments: Any) -> Any:
+        return run_ranks(_seated, ranks, work, *arguments)[0]
+
+    monkeypatch.setattr(launch, "_start_local_ranks", on_ranks_that_are_there)
+
+
+def _seated(group: dist.ProcessGroup, work: Callable[..., Any], *arguments: Any) -> Any:
+    return work(launch.Seat(dist.get_rank(group), dist.get_world_size(group), group, torch.device("cpu")), *arguments)
+
+
+@pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs the command, which must exit with 2 and one line on stderr; returns the line."""
 
@@ -186,41 +206,31 @@ def test_other_precisions(bench: Bench, out: Path, dtype: str) -> None:
     assert in_process("decode", latent, *options, "-o", picture) == 0
 
 
-TAMPERED = """
-import halotile.cli.spread as spread
+def _tampered(seat: launch.Seat, *arguments: Any) -> Any:
+    """What a rank of `verify` does, but that one value of the distributed decode is off."""
+    honest = spread.decode
 
-honest = spread.decode
+    def decode(*given: Any) -> Any:
+        pixels, report = honest(*given)
+        if pixels is not None:
+            pixels = pixels.clone()
+            pixels[0, 1, 17, 3] += 1e-6
+        return pixels, report
 
-def tampered(*arguments):
-    pixels, report = honest(*arguments)
-    if pixels is not None:
-        pixels = pixels.clone()
-        pixels[0, 1, 17, 3] += 1e-6
-    return pixels, report
-
-spread.decode = tampered
-if __name__ == "__main__":
-    from halotile.cli.main import run
-
-    run()
-"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "decode", decode)
+        return verify._work(seat, *arguments)
 
 
-def test_verify_exits_with_1_when_one_value_is_off(bench: Bench, tmp_path: Path) -> None:
-    script = tmp_path / "tampered.py"
-    script.write_text(TAMPERED)
-    done = spawned(
-        "verify",
-        bench.photo_latent,
-        "--vae",
-        bench.image_vae,
-        "--ranks",
-        "2",
-        *TILES,
-        command=[sys.executable, str(script)],
-    )
-    assert (done.returncode, done.stderr) == (1, "")
-    cells = rows_of(done.stdout)
+@pytest.mark.usefixtures("on_the_pool")
+def test_verify_exits_with_1_when_one_value_is_off(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "on_ranks", lambda _, *arguments: launch.on_ranks(_tampered, *arguments))
+    assert in_process("verify", bench.photo_latent, "--vae", bench.image_vae, "--ranks", "2", *TILES) == 1
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    cells = rows_of(shown.out)
     assert (cells["bitwise equal"], cells["promise kept"]) == ("no", "NO")
     assert (cells["first differing row"], cells["differing values"]) == ("17", "1")
     assert 0 < float(cells["max error"]) < 1e-5
@@ -430,12 +440,13 @@ def test_options_of_another_strategy_are_refused(bench: Bench, out: Path, fails:
     assert not any(out.iterdir())
 
 
-def test_verify_holds_a_sharded_decode_to_rounding(bench: Bench) -> None:
-    done = spawned(
-        "verify", bench.photo_latent, "--vae", bench.image_vae, "--ranks", "2", "--strategy", "shard", "--strict"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    cells = rows_of(done.stdout)
+@pytest.mark.usefixtures("on_the_pool")
+def test_verify_holds_a_sharded_decode_to_rounding(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = ("--ranks", "2", "--strategy", "shard", "--strict")
+    assert in_process("verify", bench.photo_latent, "--vae", bench.image_vae, *shard) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    cells = rows_of(shown.out)
     assert cells["strategy"].startswith("shard")
     assert (cells["promise"], cells["promise kept"], cells["gathered operations"]) == ("allclose", "yes", "none")
     # the latent's 16 rows of 12 cells
@@ -444,10 +455,11 @@ def test_verify_holds_a_sharded_decode_to_rounding(bench: Bench) -> None:
     assert float(cells["peak of activations, this rank"].removesuffix(" MB")) > 0
 
 
+@pytest.mark.usefixtures("on_the_pool")
 def test_a_sharded_encode_gives_the_latents_of_one_rank(bench: Bench, out: Path) -> None:
     latent = str(out / "latent.safetensors")
-    done = spawned("encode", bench.photo, "--vae", bench.image_vae, "-o", latent, "--ranks", "2", "--strategy", "shard")
-    assert (done.returncode, done.stderr) == (0, "")
+    shard = ("--ranks", "2", "--strategy", "shard")
+    assert in_process("encode", bench.photo, "--vae", bench.image_vae, "-o", latent, *shard) == 0
     sharded, alone = read_latents(Path(latent))[0], read_latents(Path(bench.photo_latent))[0]
     assert (sharded - alone).abs().max() <= 2e-5 * alone.abs().max()
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_cli import environment, in_process
+from test_cli import in_process, on_the_pool  # noqa: F401 - a fixture
 
 import halotile
 from halotile.cli.demo_dit import DiTConfig, PhotoDiT, from_tokens, grid_positions, load_dit, to_tokens
@@ -34,20 +32,18 @@ def numbers(text: str, layout: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.usefixtures("on_the_pool")
 def test_demo_of_denoising_on_one_rank_and_on_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert in_process("demo", *SMALL, "--ranks", "1", "--out", str(one)) == 0
     told_by_one = capsys.readouterr().out
-    done = subprocess.run(
-        [sys.executable, "-m", "halotile.cli", "demo", *SMALL, "--ranks", "2", "--out", str(two)],
-        capture_output=True, text=True, timeout=120, check=False, env=environment(OMP_NUM_THREADS="1"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "NO" not in done.stdout
-    assert done.stdout.count(" yes ") == len(STUDIES) * len(LAYOUTS)
+    assert in_process("demo", *SMALL, "--ranks", "2", "--out", str(two)) == 0
+    told_by_two = capsys.readouterr().out
+    assert "NO" not in told_by_two
+    assert told_by_two.count(" yes ") == len(STUDIES) * len(LAYOUTS)
     for layout in ("whole frame", *(layout.name for layout in LAYOUTS)):
-        # one rank's threads are pytest's, so that the last digits may differ
-        alone, together = numbers(told_by_one, layout), numbers(done.stdout, layout)
+        # the last digits may differ
+        alone, together = numbers(told_by_one, layout), numbers(told_by_two, layout)
         assert len(alone) == len(together) == len(STUDIES)
         for (drift, psnr_db), (drift_2, psnr_db_2) in zip(alone, together, strict=True):
             assert math.isfinite(drift)

@@ -440,21 +440,29 @@ def test_a_rank_that_raises_makes_all_raise_and_a_new_group_works(where: str, si
         assert_close(out, expected)
 
 
-def _one_rank_hangs(_):
+def _one_rank_hangs(_, told):
     group, rank = dist.new_group([0, 1, 2]), dist.get_rank()
     if rank == 3:
         return None
     vae = tiny.build(KL)
     _shard(group, vae=vae)
-    vae.decoder.mid_block.register_forward_hook(lambda *_: time.sleep(12) if rank == 1 else None)
+    if rank == 1:
+        vae.decoder.mid_block.register_forward_hook(lambda *_: _wait_for(told / "0", told / "2"))
     started = time.monotonic()
     with pytest.raises(MissingRankError) as caught:
         _shard(group, vae=vae, timeout_s=3)
-    return str(caught.value), time.monotonic() - started
+    seconds = time.monotonic() - started
+    (told / f"{rank}").touch()
+    return str(caught.value), seconds
 
 
-def test_a_rank_that_hangs_is_named_when_the_time_is_up() -> None:
-    results = run_world(_one_rank_hangs)
+def _wait_for(*files: Path) -> None:
+    while not all(file.exists() for file in files):
+        time.sleep(0.05)
+
+
+def test_a_rank_that_hangs_is_named_when_the_time_is_up(tmp_path: Path) -> None:
+    results = run_world(_one_rank_hangs, tmp_path)
     for rank in (0, 2):
         message, seconds = results[rank]
         assert "ranks 1 (global rank 1) no longer answer" in message
