@@ -32,7 +32,7 @@ def on_sharded(kind, n, x, dim, work, extents=None, guard="no_grad"):
     `work` returns a tensor, or a tuple of tensors.
     """
     if kind == "virtual":
-        results = _on_virtual(n, x, dim, work, extents, guard)
+        results = run_virtual(n, lambda transport: _on_rank(Ranks(transport, 5.0), x, dim, work, extents, guard), 5.0)
     else:
         results = run_ranks(_on_group, n, x, dim, work, extents, guard, timeout=60.0)
     first, gathers = results[0]
@@ -41,26 +41,6 @@ def on_sharded(kind, n, x, dim, work, extents=None, guard="no_grad"):
         assert len(out) == len(first)
         assert all(torch.equal(a, b) for a, b in zip(out, first, strict=True))
     return (first[0] if len(first) == 1 else first), gathers
-
-
-def _on_virtual(n, *args):
-    """As `run_virtual`, but a rank that raises ends the others' waits for its rows, and what it raised is raised."""
-    errors = []
-
-    def on_a_rank(transport):
-        try:
-            return _on_rank(Ranks(transport, 5.0), *args)
-        except BaseException as error:
-            errors.append(error)
-            transport.abort("another rank has raised")
-            raise
-
-    try:
-        return run_virtual(n, on_a_rank, 5.0)
-    except Exception:
-        if errors:
-            raise errors[0] from None
-        raise
 
 
 def _on_group(group, *args):

@@ -232,6 +232,18 @@ def test_run_virtual_raises_the_cause_and_not_who_waited_for_it():
     assert time.monotonic() - started < 5.0
 
 
+def test_a_virtual_rank_that_raises_ends_the_wait_for_its_message():
+    def work(transport):
+        if transport.rank == 1:
+            raise ValueError("before it sends")
+        transport.exchange([], [(1, torch.empty(3))])
+
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="before it sends"):
+        run_virtual(3, work, 20.0)
+    assert time.monotonic() - started < 10.0
+
+
 def test_a_virtual_message_that_never_comes_is_given_up():
     def work(transport):
         if transport.rank == 0:

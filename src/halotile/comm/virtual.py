@@ -191,7 +191,7 @@ class MemoryBoard:
 def run_virtual(size: int, work: Callable[[VirtualTransport], T], timeout_s: float = 60.0) -> list[T]:
     """Run `work` on `size` virtual ranks and return what each returned, in rank order.
 
-    A rank's exception breaks the collectives that the others wait in, and is raised here; the lowest rank's first.
+    A rank's exception ends the waits of the others, and is raised here; the lowest rank's first.
     """
     group = VirtualGroup(size, timeout_s)
 
@@ -199,7 +199,7 @@ def run_virtual(size: int, work: Callable[[VirtualTransport], T], timeout_s: flo
         try:
             return work(group.transport(rank))
         except BaseException:
-            group.meeting.abort()
+            group.break_off()
             raise
 
     with ThreadPoolExecutor(size, thread_name_prefix="virtual-rank") as pool:
@@ -207,5 +207,5 @@ def run_virtual(size: int, work: Callable[[VirtualTransport], T], timeout_s: flo
         errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         # the first cause, not the ranks that only waited for it
-        raise next((error for error in errors if not isinstance(error, MissingRankError)), errors[0])
+        raise next((error for error in errors if not isinstance(error, (MissingRankError, LinkError))), errors[0])
     return [future.result() for future in futures]
