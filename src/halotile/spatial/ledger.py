@@ -39,6 +39,8 @@ class Ledger:
         """memory of copies that stand for views -> that of what they should be views of"""
         self.stale: WeakSet[torch.UntypedStorage] = WeakSet()
         """memory of copies whose original has been written to since"""
+        self.rounded = False
+        """whether sums of several ranks went into the work: then its bits are no longer those of one rank"""
         self.closed = False
         """whether the call is over: then the ranks no longer run the same operations"""
 

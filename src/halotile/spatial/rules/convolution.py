@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from halotile.comm import begin_fetch, empty_rows, fetch_rows
+from halotile.comm import begin_fetch, empty_rows
 from halotile.geometry import Extents, Interval, field_rows
-from halotile.spatial.move import resharded, sole_owner
+from halotile.spatial.move import banded, resharded, sole_owner
 from halotile.spatial.registry import Op, rule
-from halotile.spatial.rules.kernel import Convolve, whole_gets_onednn
+from halotile.spatial.rules.kernel import Convolve, simple, whole_gets_onednn
 from halotile.spatial.rules.padding import Mode, Padding, source_row
 from halotile.spatial.rules.transposed import transposed_convolution
+from halotile.spatial.rules.upsampled import convolved
 from halotile.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
@@ -60,12 +60,10 @@ def convolution(
     if transposed:
         return transposed_convolution(x, call)
     window = _window(x, call)
+    folded = convolved(window.base, window.call, window.before, window.after, window.mode == "constant")
+    if folded is not None:
+        return folded
     return window.at_seams() if window.seams_pay() else window.at_once()
-
-
-def simple() -> bool:
-    """Whether the simple path was asked for: the oracle of the fast one."""
-    return os.environ.get("HALOTILE_SIMPLE_CONV", "") not in ("", "0")
 
 
 def _window(x: SpatialTensor, call: Convolve) -> _Window:
@@ -166,20 +164,12 @@ class _Window:
             ).at_once()
         dim, me = base.spec.dim, base.ranks.rank
         spec = base.spec.with_extents(self.extents)
-        mine, existing = self.wanted[me], self._existing()
         call = self.call.padded(dim - 2, 0)
         own = base.spec.extents.interval(me)
         if all(rows == owned for rows, owned in zip(self.wanted, base.spec.extents.intervals, strict=True)):
             return base.like(call(base.local) if len(own) else call.empty(base.local, dim), spec)
-        local = base.local
-        buffer = empty_rows(local, dim, len(mine))
-        inside = existing[me]
-        top = inside.start - mine.start if len(inside) else len(mine)
-        buffer.narrow(dim, 0, top).zero_()
-        buffer.narrow(dim, top + len(inside), len(mine) - top - len(inside)).zero_()
-        body = buffer.narrow(dim, top, len(inside))
-        fetch_rows(local, dim, base.spec.extents, existing, base.ranks, into=body)
-        return base.like(call(buffer) if self.extents.sizes[me] else call.empty(local, dim), spec)
+        buffer = banded(base, self.wanted)
+        return base.like(call(buffer) if self.extents.sizes[me] else call.empty(base.local, dim), spec)
 
     @property
     def _stride(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from halotile.geometry import Interval, rows_by_source
 from halotile.spatial.move import fetch
 from halotile.spatial.registry import Op, rule, run
+from halotile.spatial.rules.upsampled import put_off
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
 
@@ -46,6 +47,8 @@ def nearest(op: Op, x: SpatialTensor, size: Sequence[int], *scales: float | None
     sources = _nearest_sources(exact, x.spec.size, size[at], scales[at], x.dtype == torch.float64)
     factor = size[at] // x.spec.size
     if factor and sources == tuple(row // factor for row in range(x.spec.size * factor)):
+        if (waiting := put_off(x, size, scales)) is not None:
+            return waiting
         return _local(x, x.spec.with_extents(x.spec.extents.scaled(factor)), resize)
     if x.spec.blocks > 1:
         return NotImplemented

@@ -11,6 +11,7 @@ from halotile.geometry import Extents
 from halotile.spatial.move import even_spec, one_block, pick_rows, splice
 from halotile.spatial.pointwise import leading_spec, rows_for
 from halotile.spatial.registry import Op, rule
+from halotile.spatial.rules.upsampled import joined
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
 
@@ -26,6 +27,8 @@ def cat(op: Op, tensors: Sequence[torch.Tensor], dim: int) -> Any:
     # a one-dimensional empty tensor may stand for any shape
     parts = [t for t in tensors if t.dim() == first.dim()]
     if dim != spec.dim:
+        if (waiting := joined(parts, dim)) is not None:
+            return waiting
         locals_ = [rows_for(t, first.dim(), spec, str(op), first) for t in parts]
         return first.like(torch.cat(locals_, dim), spec)
     if any(t.spec.dim != dim for t in sharded):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -72,6 +73,11 @@ class Convolve:
         shape = [x.shape[0], channels, *self.sizes(x.shape)]
         shape[dim] = 0
         return x.new_empty(shape)
+
+
+def simple() -> bool:
+    """Whether the simple path was asked for: the oracle of the fast one."""
+    return os.environ.get("HALOTILE_SIMPLE_CONV", "") not in ("", "0")
 
 
 def whole_gets_onednn(

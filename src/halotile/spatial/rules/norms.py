@@ -38,7 +38,7 @@ def group_norm(
         return x.like(out), mean, rstd
     grouped = local.reshape(batch, groups, channels // groups, *local.shape[2:])
     counts = _counts(x, channels // groups * x.numel() // (batch * channels))
-    mean, m2 = merged_moments(grouped, range(2, grouped.dim()), counts, x.ranks)
+    mean, m2 = merged_moments(grouped, range(2, grouped.dim()), counts, x.ledger)
     with unwatched():
         var = m2 / sum(counts)
         each_mean, each_var = (part.repeat_interleave(channels // groups, 1) for part in (mean, var))
@@ -76,7 +76,7 @@ def batch_norm(
         return NotImplemented
     dims = [d for d in range(x.dim()) if d != 1]
     counts = _counts(x, x.numel() // x.shape[1])
-    mean, m2 = merged_moments(local, dims, counts, x.ranks)
+    mean, m2 = merged_moments(local, dims, counts, x.ledger)
     var = m2 / sum(counts)
     out = _scaled(local, mean[None], var[None], weight, bias, eps)
     return x.like(out), mean.float(), (var + eps).rsqrt().float()
@@ -108,7 +108,7 @@ def layer_norm(op: Op, x: Any, shape: Any, weight: Any, bias: Any, eps: float) -
         return _first_is_rows(x, run(op, local, shape, weight, bias, eps))
     dims = range(first, x.dim())
     counts = _counts(x, prod(shape))
-    mean, m2 = merged_moments(local, dims, counts, x.ranks)
+    mean, m2 = merged_moments(local, dims, counts, x.ledger)
     broadcast = (*mean.shape, *[1] * len(shape))
     dtype = torch.promote_types(local.dtype, torch.float32)
     rstd = (m2 / sum(counts) + eps).rsqrt().view(broadcast).to(dtype)

@@ -13,6 +13,7 @@ from halotile.geometry import Extents
 from halotile.spatial.move import pick_rows
 from halotile.spatial.registry import Op, rule
 from halotile.spatial.rules.slices import slice_
+from halotile.spatial.rules.upsampled import bordered
 from halotile.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
@@ -33,10 +34,11 @@ class Padding:
 
     @property
     def like(self) -> torch.Tensor:
-        return self.base.local
+        return self.base.local if self.base.lazy is None else self.base.lazy.like
 
     def from_copy(self) -> Padding:
-        return replace(self, base=self.base.like(self.base.local.clone()))
+        # rows that are yet to be made look after themselves
+        return self if self.base.lazy is not None else replace(self, base=self.base.like(self.base.local.clone()))
 
     @property
     def extents(self) -> Extents:
@@ -121,7 +123,10 @@ def border_pad(op: Op, x: SpatialTensor, pad: Sequence[int]) -> Any:
     if 2 * behind < len(others):
         others[2 * behind : 2 * behind + 2] = [0, 0]
     inner = x
-    if any(others):
+    waiting = bordered(x, _by_dim(others, x.dim())) if mode == "replicate" else None
+    if waiting is not None:
+        inner = waiting
+    elif any(others):
         # torch takes no empty tensor here
         inner = x.like(op(x.local, others) if x.local.numel() else F.pad(x.local, others))
     elif not (before or after):

@@ -87,7 +87,7 @@ def variance(op: Op, x: SpatialTensor, dims: Any, correction: Any, keepdim: bool
         return NotImplemented
     elements = prod(x.shape[d] for d in all_dims)
     counts = [elements // x.spec.size * x.spec.local_size(rank) for rank in range(x.ranks.size)]
-    mean, m2 = merged_moments(x.local, all_dims, counts, x.ranks)
+    mean, m2 = merged_moments(x.local, all_dims, counts, x.ledger)
     spread = m2 / max(elements - (1 if correction is None else correction), 0)
     if "std" in str(op):
         spread = spread.sqrt()

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from halotile.comm import Ranks
+from halotile.spatial.ledger import Ledger
 from halotile.spatial.watching import unwatched
 
 # A piece and its float32 deviations stay in the level-2 cache of a CPU core. On a GPU it only bounds the copy.
@@ -19,7 +19,7 @@ _RUN = 4096
 
 
 def merged_moments(
-    local: torch.Tensor, dims: Sequence[int], counts: Sequence[int], ranks: Ranks
+    local: torch.Tensor, dims: Sequence[int], counts: Sequence[int], ledger: Ledger
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and M2 (the sum of squared deviations from it) over `dims` of all ranks' rows, in float64.
 
@@ -27,6 +27,8 @@ def merged_moments(
     numbers in the same order, so all have the same bits. T. F. Chan, G. H. Golub, R. J. LeVeque: Updating formulae
     and a pairwise algorithm for computing sample variances (1979).
     """
+    ranks = ledger.ranks
+    ledger.rounded |= ranks.size > 1
     # thousands of small operations a decode, which are no modes' business: each would pass all of them
     with unwatched():
         own = torch.stack(local_moments(local, dims))

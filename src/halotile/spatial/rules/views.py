@@ -12,6 +12,7 @@ import torch
 from halotile.geometry import Extents
 from halotile.spatial.move import redistribute
 from halotile.spatial.registry import Op, rule, run
+from halotile.spatial.rules.upsampled import unsqueezed
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
 
@@ -101,6 +102,8 @@ def unsqueeze(op: Op, x: SpatialTensor, dim: int) -> Any:
     dim %= x.dim() + 1
     strides = list(x.stride())
     strides.insert(dim, x.shape[dim] * strides[dim] if dim < x.dim() else 1)
+    if (waiting := unsqueezed(x, dim, strides)) is not None:
+        return waiting
     return x.like(x.local.unsqueeze(dim), x.spec.at(x.spec.dim + (dim <= x.spec.dim)), strides)
 
 
