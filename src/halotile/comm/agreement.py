@@ -20,8 +20,9 @@ Phase = Literal["start", "work", "end", "raised"]
 """Where the ranks of a call wait for each other: all have come, all have worked, all have their result, all raised."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# no fact's name
+# no facts' names
 _ASIDE = ""
+_ADDRESS = " "
 # so far below zero that the arrivals of no group lift it back
 _GIVEN_UP = -(1 << 30)
 _MAX_POLL_S = 0.02
@@ -65,11 +66,13 @@ class Call:
         Raises MismatchError with who has what, MissingRankError with who did not come, RemoteRankError when a rank
         could not even begin.
         """
-        self._board.set(self._key(f"facts/{self.ranks.rank}"), json.dumps({**facts, _ASIDE: aside}).encode())
+        transport = self.ranks.transport
+        mine = {**facts, _ASIDE: aside, _ADDRESS: transport.address}
+        self._board.set(self._key(f"facts/{self.ranks.rank}"), json.dumps(mine).encode())
         self._arrive("start")
         self._forget_earlier()
         said = [self._facts_of(rank) for rank in range(self.ranks.size)]
-        asides = [each.pop(_ASIDE, "") for each in said]
+        asides, addresses = ([each.pop(name, "") for each in said] for name in (_ASIDE, _ADDRESS))
         names = list(dict.fromkeys(name for each in said for name in each))
         lines = [
             f"{name}: " + ", ".join(f"rank {rank} has {each.get(name, 'nothing')}" for rank, each in enumerate(said))
@@ -79,6 +82,10 @@ class Call:
         if lines:
             self._settled = True
             raise MismatchError("the ranks of this call do not agree, so none of them starts:\n  " + "\n  ".join(lines))
+        try:
+            transport.meet(addresses)
+        except LinkError as error:
+            self._raise_cut_off(error)
         return asides
 
     @contextmanager

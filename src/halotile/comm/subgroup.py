@@ -43,6 +43,13 @@ class SubgroupTransport:
     def global_rank(self, rank: int) -> int:
         return self._whole.global_rank(self._members[rank])
 
+    @property
+    def address(self) -> str:
+        return ""
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        pass
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.begin(sends, receives).wait()
 

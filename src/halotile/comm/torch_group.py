@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from halotile.comm.host_links import HostLinks, Receive
 from halotile.comm.transport import (
     Board,
     Counters,
@@ -47,6 +48,7 @@ class TorchTransport:
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self._board = StoreBoard(group)
+        self._links = HostLinks(self._rank, self._size)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> TorchTransport:
@@ -86,6 +88,13 @@ class TorchTransport:
     def global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
 
+    @property
+    def address(self) -> str:
+        return "" if self.size == 1 or self._wire_device(torch.device("cpu")).type != "cpu" else self._links.address
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        self._links.connect(addresses)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.begin(sends, receives).wait()
 
@@ -94,18 +103,22 @@ class TorchTransport:
         self.entered += 1
         sends, receives = without_empty(sends), without_empty(receives)
         if not sends and not receives:
-            return _UnderWay(self, [], [], [])
+            return _UnderWay(self, [], [], [], [])
         # a message of a call that was left half-way must not match one of a later call
         tag = self.calls
         landed = [(peer, buffer, self._on_wire(buffer, empty=True)) for peer, buffer in receives]
         wires = [(peer, self._on_wire(tensor)) for peer, tensor in sends]
+        self.counters.sent(sends)
+        moves = [(buffer, wire) for _, buffer, wire in landed if wire is not buffer]
+        carried = [wire for _, wire in wires] + [wire for _, _, wire in landed]
+        if self._links.connected and all(wire.device.type == "cpu" for wire in carried):
+            posted = self._links.post(tag, wires, [(peer, wire) for peer, _, wire in landed])
+            return _UnderWay(self, [], posted, moves, [])
         ops = [dist.P2POp(dist.isend, wire, group=self.group, tag=tag, group_peer=peer) for peer, wire in wires]
         ops += [dist.P2POp(dist.irecv, wire, group=self.group, tag=tag, group_peer=peer) for peer, _, wire in landed]
         with _linked():
             works = dist.batch_isend_irecv(ops)
-        self.counters.sent(sends)
-        moves = [(buffer, wire) for _, buffer, wire in landed if wire is not buffer]
-        return _UnderWay(self, works, moves, [wire for _, wire in wires] + [wire for _, _, wire in landed])
+        return _UnderWay(self, works, [], moves, carried)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         if not tensor.numel():
@@ -121,6 +134,13 @@ class TorchTransport:
             return [tensor.clone() for _ in range(self.size)]
         wire = self._on_wire(tensor.detach().contiguous())
         parts = [torch.empty_like(wire) for _ in range(self.size)]
+        if self._links.connected and wire.device.type == "cpu":
+            with self._collective():
+                others = [rank for rank in range(self.size) if rank != self.rank]
+                parts[self.rank].copy_(wire)
+                messages = [(rank, wire) for rank in others], [(rank, parts[rank]) for rank in others]
+                self._links.wait(self._links.post(self.calls, *messages), self.timeout_s)
+            return [part.to(tensor.device) for part in parts]
         with self._collective():
             self.finish(dist.all_gather(parts, wire, group=self.group, async_op=True), wire)
         return [part.to(tensor.device) for part in parts]
@@ -137,6 +157,7 @@ class TorchTransport:
         if self.lost is not None:
             return
         self.lost = why
+        self._links.close()
         group = self._group()
         if group is None or self.size == 1:
             return
@@ -160,6 +181,10 @@ class TorchTransport:
         else:
             # NCCL queues the wait on the stream; with a timeout it would hold the host, and has a watchdog of its own
             work.wait()
+
+    def land(self, posted: Sequence[Receive]) -> None:
+        """Wait for messages by way of this machine's memory."""
+        self._links.wait(posted, self.timeout_s)
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -198,6 +223,7 @@ def _linked() -> Iterator[None]:
 class _UnderWay:
     transport: TorchTransport
     works: list[dist.Work]
+    posted: list[Receive]
     moves: list[tuple[torch.Tensor, torch.Tensor]]
     carried: list[torch.Tensor]
     """what is being sent and received, kept alive until it is"""
@@ -206,6 +232,8 @@ class _UnderWay:
         with _linked():
             for work in self.works:
                 self.transport.finish(work, self.carried[0])
+        if self.posted:
+            self.transport.land(self.posted)
         for buffer, wire in self.moves:
             buffer.copy_(wire)
 

@@ -101,6 +101,13 @@ class Transport(Protocol):
     def global_rank(self, rank: int) -> int:
         """The number by which the whole program knows group-local `rank`."""
 
+    @property
+    def address(self) -> str:
+        """Where this rank can be reached other than by the group's messages; empty where it cannot."""
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        """All ranks are here, and this is what each said: they may connect."""
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """One batch of point-to-point messages of exact size; returns when all have been sent and received.
 

@@ -90,6 +90,13 @@ class VirtualTransport:
     def global_rank(self, rank: int) -> int:
         return rank
 
+    @property
+    def address(self) -> str:
+        return ""
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        pass
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.begin(sends, receives).wait()
 

@@ -55,11 +55,11 @@ def refuse_stale(ledger: Any, op: Op, values: Sequence[Any]) -> None:
     """Raise UnsupportedError, on every rank, when an argument is a copy of what has been written to since."""
     flat = [part for value in values for part in (value if isinstance(value, (list, tuple)) else (value,))]
     for value in flat:
-        part = value
+        parts: Sequence[Any] = [value]
         if isinstance(value, SpatialTensor):
             # not its rows, where they are yet to be made: that may take messages, and not every rank comes here
-            part = value.local if value.lazy is None else value.lazy.like
-        if isinstance(part, torch.Tensor) and part.untyped_storage() in ledger.stale:
+            parts = [value.local] if value.lazy is None else value.lazy.sources
+        if any(isinstance(part, torch.Tensor) and part.untyped_storage() in ledger.stale for part in parts):
             raise UnsupportedError(
                 f"{op} uses a view of a sharded tensor that had to be copied, after the tensor was written to; the "
                 "view would show what was written, the copy does not. Take the view after the write"

@@ -82,8 +82,9 @@ class Ledger:
         A copy, and not the rows: making them may take messages, and which tensors are still alive differs by rank.
         """
         for tensor in list(self.unmade.values()):
-            if tensor.lazy is not None and tensor.lazy.like.untyped_storage() is written:
-                tensor.lazy = tensor.lazy.from_copy()
+            lazy = tensor.lazy
+            if lazy is not None and any(source.untyped_storage() is written for source in lazy.sources):
+                tensor.lazy = lazy.from_copy()
 
 
 class _LatestLast(dict[tuple[int, int, int], Extents]):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from halotile.comm import empty_rows, fetch_rows
+from halotile.comm import fetch_rows
 from halotile.geometry import Extents, Interval
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
@@ -25,20 +25,6 @@ def fetch(x: SpatialTensor, wanted: Sequence[Interval]) -> torch.Tensor:
     order = [d + (d > spec.dim) for d in order]
     order.insert(order.index(spec.dim) + 1, spec.dim + 1)
     return fetch_rows(split, spec.dim + 1, spec.extents, wanted, x.ranks, order).flatten(spec.dim, spec.dim + 1)
-
-
-def banded(x: SpatialTensor, wanted: Sequence[Interval]) -> torch.Tensor:
-    """This rank's wanted rows of `x`, which has one block; rows that there are not are zeros."""
-    local, dim, extents = x.local, x.spec.dim, x.spec.extents
-    mine = wanted[x.ranks.rank]
-    existing = [Interval(0, extents.total).intersect(rows) for rows in wanted]
-    inside = existing[x.ranks.rank]
-    buffer = empty_rows(local, dim, len(mine))
-    top = inside.start - mine.start if len(inside) else len(mine)
-    buffer.narrow(dim, 0, top).zero_()
-    buffer.narrow(dim, top + len(inside), len(mine) - top - len(inside)).zero_()
-    fetch_rows(local, dim, extents, existing, x.ranks, into=buffer.narrow(dim, top, len(inside)))
-    return buffer
 
 
 def whole(x: SpatialTensor) -> torch.Tensor:

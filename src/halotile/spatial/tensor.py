@@ -20,7 +20,11 @@ class Lazy(Protocol):
 
     @property
     def like(self) -> torch.Tensor:
-        """What they are made from, of their dtype and device, with their order of dims in memory."""
+        """A part of what they are made from, of their dtype and device, with their order of dims in memory."""
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """All that they are made from."""
 
     def from_copy(self) -> Lazy:
         """The same, made from a copy of what they are made from."""

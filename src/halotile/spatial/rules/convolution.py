@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from halotile.comm import begin_fetch, empty_rows
 from halotile.geometry import Extents, Interval, field_rows
-from halotile.spatial.move import banded, resharded, sole_owner
+from halotile.spatial.move import resharded, sole_owner
 from halotile.spatial.registry import Op, rule
+from halotile.spatial.rules.band import Border, Mode, at_hand, banded, bordered, source_row
 from halotile.spatial.rules.kernel import Convolve, simple, whole_gets_onednn
-from halotile.spatial.rules.padding import Mode, Padding, source_row
+from halotile.spatial.rules.padding import Padding
 from halotile.spatial.rules.transposed import transposed_convolution
 from halotile.spatial.rules.upsampled import convolved
 from halotile.spatial.tensor import SpatialTensor
@@ -60,9 +60,10 @@ def convolution(
     if transposed:
         return transposed_convolution(x, call)
     window = _window(x, call)
-    folded = convolved(window.base, window.call, window.before, window.after, window.mode == "constant")
-    if folded is not None:
-        return folded
+    if not window.borders:
+        by_phase = convolved(window.base, window.call, window.before, window.after, window.mode)
+        if by_phase is not None:
+            return by_phase
     return window.at_seams() if window.seams_pay() else window.at_once()
 
 
@@ -70,25 +71,25 @@ def _window(x: SpatialTensor, call: Convolve) -> _Window:
     """The convolution with pending padding folded into its own."""
     along = x.spec.dim - 2
     pending = x.lazy
+    borders: tuple[Border, ...] = ()
     if isinstance(pending, Padding) and not simple() and _folds(pending, call, along):
         base = pending.base
         before, after = (call.padding[along] + n for n in pending.pads[base.spec.dim])
-        folded, explicit = list(call.padding), [(0, 0)] * base.dim()
-        for d, (first, last) in enumerate(pending.pads[2:]):
-            if d != along and first == last:
-                folded[d] += first
-            elif d != along:
-                explicit[d + 2] = (first, last)
-        if any(map(any, explicit)):
-            base = base.like(F.pad(base.local, [n for pair in reversed(explicit) for n in pair]))
-        call, mode = replace(call, padding=folded), pending.mode
+        borders, folded = pending.borders, list(call.padding)
+        if pending.mode == "constant":
+            even = [border for border in borders if border.before == border.after]
+            for border in even:
+                folded[border.dim - 2] += border.before
+            borders = tuple(border for border in borders if border not in even)
+        call = replace(call, padding=folded)
+        mode = pending.mode
     else:
         base, before, after, mode = x, call.padding[along], call.padding[along], "constant"
     reach = call.dilation[along] * (call.weight.shape[2 + along] - 1)
     extents, wanted = field_rows(
         base.spec.extents, call.weight.shape[2 + along], call.stride[along], before, after, call.dilation[along]
     )
-    return _Window(base, call, before, after, mode, reach, extents, wanted)
+    return _Window(base, call, before, after, mode, borders, reach, extents, wanted)
 
 
 def _folds(pending: Padding, call: Convolve, along: int) -> bool:
@@ -109,6 +110,7 @@ class _Window:
     before: int
     after: int
     mode: Mode
+    borders: tuple[Border, ...]
     reach: int
     extents: Extents
     wanted: tuple[Interval, ...]
@@ -132,6 +134,8 @@ class _Window:
 
         No padded copy of the band is made, and the messages hide behind the work.
         """
+        if self.borders:
+            return self._bordered().at_seams()
         base, dim, halo, reach = self.base, self.base.spec.dim, self.before, self.reach
         local, rows = base.local, base.local.shape[dim]
         arrivals = begin_fetch(local, dim, base.spec.extents, self._existing(), base.ranks)
@@ -148,28 +152,41 @@ class _Window:
 
     def at_once(self) -> SpatialTensor:
         """One buffer with the band, its halo and its padding, convolved once. Any stride, any band, however thin."""
-        base, mode = self.base, self.mode
-        if mode != "constant":
-            padding = Padding(
-                base,
-                tuple((self.before, self.after) if d == base.spec.dim else (0, 0) for d in range(base.dim())),
-                mode,
-            )
-            padded = base.like(padding.make(), base.spec.with_extents(padding.extents))
-            extents, wanted = field_rows(
-                padding.extents, self.reach // self._dilation + 1, self._stride, 0, 0, self._dilation
-            )
-            return replace(
-                self, base=padded, before=0, after=0, mode="constant", extents=extents, wanted=wanted
-            ).at_once()
-        dim, me = base.spec.dim, base.ranks.rank
+        base, dim = self.base, self.base.spec.dim
+        if not at_hand(base, self.wanted, self.mode):
+            return self._with_rows().at_once()
         spec = base.spec.with_extents(self.extents)
         call = self.call.padded(dim - 2, 0)
-        own = base.spec.extents.interval(me)
         if all(rows == owned for rows, owned in zip(self.wanted, base.spec.extents.intervals, strict=True)):
-            return base.like(call(base.local) if len(own) else call.empty(base.local, dim), spec)
-        buffer = banded(base, self.wanted)
-        return base.like(call(buffer) if self.extents.sizes[me] else call.empty(base.local, dim), spec)
+            band = bordered(base, self.borders)
+        else:
+            band = banded(base, self.wanted, self.mode, self.borders)
+        if not self.extents.sizes[base.ranks.rank]:
+            return base.like(call.empty(bordered(base, self.borders), dim), spec)
+        return base.like(call(band), spec)
+
+    def _bordered(self) -> _Window:
+        """The same with the padding of the other dims made."""
+        return replace(self, base=self.base.like(bordered(self.base, self.borders)), borders=())
+
+    def _with_rows(self) -> _Window:
+        """The same with the padding of the rows made, where a rank would have to fetch what it is to repeat."""
+        base = self._bordered().base
+        pads = tuple((self.before, self.after) if d == base.spec.dim else (0, 0) for d in range(base.dim()))
+        padding = Padding(base, pads, self.mode)
+        extents, wanted = field_rows(
+            padding.extents, self.reach // self._dilation + 1, self._stride, 0, 0, self._dilation
+        )
+        return replace(
+            self,
+            base=base.like(padding.make(), base.spec.with_extents(padding.extents)),
+            before=0,
+            after=0,
+            mode="constant",
+            borders=(),
+            extents=extents,
+            wanted=wanted,
+        )
 
     @property
     def _stride(self) -> int:

@@ -11,7 +11,9 @@ from halotile.geometry import Extents
 from halotile.spatial.move import even_spec, one_block, pick_rows, splice
 from halotile.spatial.pointwise import leading_spec, rows_for
 from halotile.spatial.registry import Op, rule
-from halotile.spatial.rules.upsampled import joined
+from halotile.spatial.rules.band import Joined
+from halotile.spatial.rules.kernel import simple
+from halotile.spatial.rules.upsampled import joined_upsampled
 from halotile.spatial.spec import SpatialSpec
 from halotile.spatial.tensor import SpatialTensor
 
@@ -27,8 +29,9 @@ def cat(op: Op, tensors: Sequence[torch.Tensor], dim: int) -> Any:
     # a one-dimensional empty tensor may stand for any shape
     parts = [t for t in tensors if t.dim() == first.dim()]
     if dim != spec.dim:
-        if (waiting := joined(parts, dim)) is not None:
-            return waiting
+        for put_off in (joined_upsampled, _joined):
+            if (waiting := put_off(parts, dim)) is not None:
+                return waiting
         locals_ = [rows_for(t, first.dim(), spec, str(op), first) for t in parts]
         return first.like(torch.cat(locals_, dim), spec)
     if any(t.spec.dim != dim for t in sharded):
@@ -36,6 +39,20 @@ def cat(op: Op, tensors: Sequence[torch.Tensor], dim: int) -> Any:
     parts = [one_block(t) if isinstance(t, SpatialTensor) else t for t in parts]
     whole = even_spec(dim, sum(t.shape[dim] for t in parts), first.ranks.size)
     return first.like(splice(parts, dim, whole.extents), whole)
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> SpatialTensor | None:
+    """Spatial tensors put together along a spatial dim when somebody asks: a convolution takes the parts."""
+    first = parts[0]
+    if not isinstance(first, SpatialTensor) or dim < 2 or simple():
+        return None
+    alike = all(isinstance(t, SpatialTensor) and t.spec == first.spec and t.dtype == first.dtype for t in parts)
+    if not alike or first.spec.blocks > 1 or first.spec.dim < 2 or not all(t.is_contiguous() for t in parts):
+        return None
+    shape = [sum(t.shape[dim] for t in parts) if d == dim else size for d, size in enumerate(first.shape)]
+    strides = torch.empty(shape, device="meta").stride()
+    rows = Joined(tuple(t.local for t in parts if isinstance(t, SpatialTensor)), dim)
+    return SpatialTensor(rows, first.spec, first.ledger, shape, strides)
 
 
 @rule(aten.stack.default)
@@ -57,6 +74,9 @@ def repeat(op: Op, x: SpatialTensor, repeats: Sequence[int]) -> Any:
     times = repeats[spec.dim]
     if not times:
         return NotImplemented
+    if len(repeats) == x.dim() and set(repeats) == {1}:
+        # models repeat borders as often as a kernel asks for: once is a copy, for which `repeat` takes many steps
+        return x.like(x.local.clone(memory_format=torch.contiguous_format))
     return x.like(x.local.repeat(list(repeats)), SpatialSpec(spec.dim, spec.extents, spec.blocks * times))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from halotile.geometry import Extents
 from halotile.spatial.move import pick_rows
 from halotile.spatial.registry import Op, rule
+from halotile.spatial.rules.band import Border, Mode, bordered, source_row
 from halotile.spatial.rules.slices import slice_
-from halotile.spatial.rules.upsampled import bordered
+from halotile.spatial.rules.upsampled import with_border
 from halotile.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
-Mode = Literal["constant", "replicate", "reflect", "circular"]
 
 
 @dataclass(frozen=True)
 class Padding:
     """Padding that nobody has asked for yet: the `Lazy` rows of a padded tensor.
 
-    `pads` has (before, after) for each dim, none negative; with a mode other than constant, of the sharded dim alone.
+    `pads` has (before, after) for each dim, none negative.
     """
 
     base: SpatialTensor
@@ -36,6 +36,10 @@ class Padding:
     def like(self) -> torch.Tensor:
         return self.base.local if self.base.lazy is None else self.base.lazy.like
 
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        return [self.base.local] if self.base.lazy is None else self.base.lazy.sources
+
     def from_copy(self) -> Padding:
         # rows that are yet to be made look after themselves
         return self if self.base.lazy is not None else replace(self, base=self.base.like(self.base.local.clone()))
@@ -44,6 +48,13 @@ class Padding:
     def extents(self) -> Extents:
         """The rows of the padded tensor: the first rank that has rows gets those before them, the last those after."""
         return _padded(self.base.spec.extents, *self.pads[self.base.spec.dim])
+
+    @property
+    def borders(self) -> tuple[Border, ...]:
+        """The padding of the dims that are not sharded, in a mode other than constant."""
+        return tuple(
+            Border(d, *pair, self.mode) for d, pair in enumerate(self.pads) if any(pair) and d != self.base.spec.dim
+        )
 
     def make(self) -> torch.Tensor:
         """The padded rows."""
@@ -55,6 +66,9 @@ class Padding:
             mine = list(self.pads)
             mine[dim] = (before * (me == first), after * (me == last))
             return F.pad(base.local, _flat(mine), value=self.value)
+        base = base.like(bordered(base, self.borders))
+        if not before and not after:
+            return base.local
         total = extents.total
         wanted: list[list[int]] = [[] for _ in range(extents.ranks)]
         wanted[first] += [source_row(self.mode, row, total) for row in range(-before, 0)]
@@ -64,15 +78,6 @@ class Padding:
         return torch.cat(
             [border.narrow(dim, 0, top), base.local, border.narrow(dim, top, border.shape[dim] - top)], dim
         )
-
-
-def source_row(mode: Mode, row: int, total: int) -> int:
-    """The row of `total` that padded row `row` (negative, or beyond the last) repeats."""
-    if mode == "replicate":
-        return min(max(row, 0), total - 1)
-    if mode == "reflect":
-        return -row if row < 0 else 2 * (total - 1) - row
-    return row % total
 
 
 @rule(aten.constant_pad_nd.default)
@@ -123,15 +128,25 @@ def border_pad(op: Op, x: SpatialTensor, pad: Sequence[int]) -> Any:
     if 2 * behind < len(others):
         others[2 * behind : 2 * behind + 2] = [0, 0]
     inner = x
-    waiting = bordered(x, _by_dim(others, x.dim())) if mode == "replicate" else None
+    waiting = with_border(x, _by_dim(others, x.dim())) if mode == "replicate" else None
     if waiting is not None:
         inner = waiting
+    elif (before or after) and x.is_contiguous() and _fits(x, pads, mode):
+        return _lazy(Padding(x, tuple(pads), mode))
     elif any(others):
         # torch takes no empty tensor here
         inner = x.like(op(x.local, others) if x.local.numel() else F.pad(x.local, others))
     elif not (before or after):
         return x.like(x.local.clone())
     return _lazy(Padding(inner, tuple(_only(pads, dim)), mode)) if before or after else inner
+
+
+def _fits(x: SpatialTensor, pads: Sequence[tuple[int, int]], mode: Mode) -> bool:
+    """Whether torch would pad the dims that are not sharded, by nothing less than zero."""
+    others = [(size, *pair) for d, (size, pair) in enumerate(zip(x.shape, pads, strict=True)) if d != x.spec.dim]
+    return all(
+        min(before, after) >= 0 and (mode != "reflect" or max(before, after) < size) for size, before, after in others
+    )
 
 
 def _lazy(padding: Padding) -> SpatialTensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from halotile.geometry import field_rows
-from halotile.spatial.move import banded
+from halotile.spatial.rules.band import Mode, banded
 from halotile.spatial.rules.kernel import Convolve, simple
 from halotile.spatial.tensor import SpatialTensor
 
@@ -45,6 +45,10 @@ class Upsampled:
     @property
     def like(self) -> torch.Tensor:
         return self.base.local
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        return [self.base.local]
 
     def from_copy(self) -> Upsampled:
         return replace(self, base=self.base.like(self.base.local.clone()))
@@ -125,7 +129,7 @@ def unsqueezed(x: SpatialTensor, dim: int, strides: Sequence[int]) -> SpatialTen
     return Upsampled(base, tuple(factors), tuple(crop), (x, dim)).tensor(strides)
 
 
-def joined(parts: Sequence[Any], dim: int) -> SpatialTensor | None:
+def joined_upsampled(parts: Sequence[Any], dim: int) -> SpatialTensor | None:
     """Tensors put together along a dim that is not sharded, if all are upsampled alike and not made.
 
     Along `dim` itself they may differ: there the elements are repeated now.
@@ -140,7 +144,7 @@ def joined(parts: Sequence[Any], dim: int) -> SpatialTensor | None:
     return Upsampled(first.base.like(torch.cat(locals_, dim)), factors, first.crop).tensor()
 
 
-def bordered(x: SpatialTensor, pads: Sequence[tuple[int, int]]) -> SpatialTensor | None:
+def with_border(x: SpatialTensor, pads: Sequence[tuple[int, int]]) -> SpatialTensor | None:
     """`x` with its border elements repeated, `pads` for each dim and none of the sharded one, if it is not made."""
     up = upsampled(x)
     if up is None or any(map(any, pads[:2])):
@@ -162,10 +166,10 @@ def bordered(x: SpatialTensor, pads: Sequence[tuple[int, int]]) -> SpatialTensor
     return Upsampled(up.base.like(padded), up.factors, tuple(crop)).tensor()
 
 
-def convolved(x: SpatialTensor, call: Convolve, before: int, after: int, constant: bool) -> SpatialTensor | None:
+def convolved(x: SpatialTensor, call: Convolve, before: int, after: int, mode: Mode) -> SpatialTensor | None:
     """`x` convolved, if it is upsampled and not made, and the convolution is of the usual kind; else None.
 
-    `before` and `after` are the padding of the sharded dim: zeros with `constant`, else the border row.
+    `before` and `after` are the padding of the sharded dim. One row to reflect is the border row, as to replicate.
     """
     up = upsampled(x)
     if up is None or before != after:
@@ -180,14 +184,9 @@ def convolved(x: SpatialTensor, call: Convolve, before: int, after: int, constan
     if positions < _FEWEST_POSITIONS or call.weight.shape[1] < _FEWEST_CHANNELS:
         return None
     wanted = field_rows(base.spec.extents, 3, before=1, after=1)[1]
-    band = banded(base, wanted)
+    band = banded(base, wanted, "constant" if mode == "constant" else "replicate")
     if not band.shape[dim]:
         return base.like(call.empty(x.local, dim), x.spec)
-    mine = wanted[base.ranks.rank]
-    if not constant and mine.start < 0:
-        band.narrow(dim, 0, 1).copy_(band.narrow(dim, 1, 1))
-    if not constant and mine.stop > base.spec.size:
-        band.narrow(dim, len(mine) - 1, 1).copy_(band.narrow(dim, len(mine) - 2, 1))
     return base.like(_by_phase(band, call.padded(dim - 2, 0), up.factors), x.spec)
 
 
