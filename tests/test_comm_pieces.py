@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_comm_transports import KINDS, on_members, on_ranks, traffic_of
+from test_comm_transports import WAYS, on_members, on_ranks, traffic_of
 
 from halotile.comm import Counters, Delivery, Piece
 
@@ -72,7 +72,7 @@ UNEVEN = [
 """Ranks 1 and 2 have none; both dtypes on both of the others."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("receivers", [(0, 1, 2, 3), (0,), (2,), (3,)])
 @pytest.mark.parametrize("layout", ["plain", "permuted", "one buffer"])
 def test_uneven_pieces_of_two_dtypes(kind, receivers, layout):
@@ -80,7 +80,7 @@ def test_uneven_pieces_of_two_dtypes(kind, receivers, layout):
     assert traffic == [least(UNEVEN, receivers, rank) for rank in range(4)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_one_message_a_pair_of_ranks(kind, size):
     pieces = [Piece(i % size, (3, i + 1), torch.float32) for i in range(9)]
@@ -95,7 +95,7 @@ def test_group_without_rank_0():
     assert traffic == [Counters(1, 24, 0), Counters(0, 0, 0)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 def test_no_pieces_and_empty_pieces(kind):
     assert on_ranks(kind, 2, _deliver, [], range(2)) == [Counters(0, 0, 0)] * 2
     empty = [Piece(0, (0, 3), torch.float32), Piece(1, (2, 0), torch.bfloat16), Piece(1, (2,), torch.float32)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_comm_transports import KINDS, SIZES, on_members, on_ranks, traffic_of
+from test_comm_transports import SIZES, WAYS, on_members, on_ranks, traffic_of
 
 from halotile.comm import Counters, Ranks, deliver_rows, fetch_rows, run_virtual
 from halotile.decode.memory import Meter
@@ -98,7 +98,7 @@ def halos(sizes, before, after):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", ["plain", "permuted"])
 def test_halos_at_each_world_size(kind, size, layout):
@@ -107,7 +107,7 @@ def test_halos_at_each_world_size(kind, size, layout):
     assert [t.messages for t in traffic] == {1: [0], 2: [1, 1], 3: [1, 2, 1], 4: [1, 2, 2, 1]}[size]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 def test_uneven_extents_send_messages_of_exact_size(kind):
     """H6: 100 and 200 rows; neither side pads to the larger."""
     whole = [Interval(0, 300)] * 2
@@ -115,7 +115,7 @@ def test_uneven_extents_send_messages_of_exact_size(kind):
     assert traffic == [Counters(1, 100 * 24, 0), Counters(1, 200 * 24, 0)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize(
     ("sizes", "messages"),
     [
@@ -145,7 +145,7 @@ def _gather_large(ranks, sizes, layout):
     return (traffic.messages, traffic.bytes_sent), meter.peak_bytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 def test_large_rows_land_in_their_places(kind):
     """A rank's share of a result is in one piece only for each index of the dims before: four here."""
     row = 4 * (1 << 15) * 8
@@ -212,7 +212,7 @@ def _refused(ranks, sizes, wanted, rows):
     return text, traffic
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("name", BAD_PLANS)
 def test_a_plan_that_disagrees_is_refused_before_any_traffic(kind, name):
     sizes, wanted, rows, expected = BAD_PLANS[name]
@@ -238,7 +238,7 @@ def _deliver(ranks, shape, dim, sizes, target):
     return traffic
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("sizes", [(2, 1, 3, 1), (0, 5, 0, 2), (0, 0, 4, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize(("deliver", "driver"), [("all", 0), ("driver", 0), ("driver", 2), ("sharded", 0)])
 def test_delivery_with_empty_shards_sends_the_least(kind, sizes, deliver, driver):
@@ -251,7 +251,7 @@ def test_delivery_with_empty_shards_sends_the_least(kind, sizes, deliver, driver
         assert sent == Counters(messages, messages * sizes[rank] * row_bytes, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("deliver", ["all", "driver"])
 def test_delivery_of_uneven_shards(kind, deliver):
     """H6."""

@@ -1,6 +1,7 @@
-"""Both transports: `exchange`, `all_reduce`, `all_gather`, `broadcast`, and their counters.
+"""All transports: `exchange`, `all_reduce`, `all_gather`, `broadcast`, and their counters.
 
-`on_ranks` is how the tests of `comm/` run one function on virtual ranks and on gloo processes.
+`on_ranks` is how the tests of `comm/` run one function on virtual ranks and on gloo processes (with
+and without the memory of their machine).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from halotile.comm import Counters, Ranks, VirtualGroup, run_virtual
+from halotile.comm import Call, Counters, Ranks, VirtualGroup, run_virtual
+from halotile.comm.host_links import HostLinks
 from halotile.errors import MissingRankError, PlanError
 
 KINDS = ("virtual", "gloo")
+WAYS = (*KINDS, "linked")
 SIZES = (1, 2, 3, 4)
 
 
@@ -23,16 +26,27 @@ def on_ranks(kind, n, fn, *args, timeout_s=20.0, timeout=60.0):
     """`fn(ranks, *args)` on n ranks of a kind; what each returned, in rank order. No wait is longer than `timeout`."""
     if kind == "virtual":
         return run_virtual(n, lambda transport: fn(Ranks(transport, timeout_s), *args), timeout_s)
-    return run_ranks(_on_group, n, fn, timeout_s, args, timeout=timeout)
+    return run_ranks(_on_group, n, fn, timeout_s, args, kind == "linked", timeout=timeout)
 
 
 def on_members(members, fn, *args, timeout_s=20.0, timeout=60.0):
     """`fn(ranks, *args)` on a gloo group of these ranks of a world of four."""
-    return run_ranks(_on_group, len(members), fn, timeout_s, args, timeout=timeout, members=members)
+    return run_ranks(_on_group, len(members), fn, timeout_s, args, True, timeout=timeout, members=members)
 
 
-def _on_group(group, fn, timeout_s, args):
-    return fn(Ranks.of(group, timeout_s), *args)
+def _on_group(group, fn, timeout_s, args, linked):
+    """Over the memory of this machine, or as a group of several machines: over its own messages."""
+    ranks = Ranks.of(group, timeout_s)
+    transport = ranks.transport
+    if linked:
+        with Call(ranks) as call:
+            call.meet({})
+        assert transport._links.connected or ranks.size == 1
+        return fn(ranks, *args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "_links", HostLinks(ranks.rank, ranks.size))
+        patch.setattr(transport._links, "address", "")
+        return fn(ranks, *args)
 
 
 def traffic_of(ranks, work):
@@ -62,7 +76,7 @@ def _reduce_all(ranks, dtype, op, contiguous):
     return out, traffic
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_all_reduce_is_the_same_on_every_rank(kind, op, dtype):
@@ -75,7 +89,7 @@ def test_all_reduce_is_the_same_on_every_rank(kind, op, dtype):
         assert traffic == Counters(0, 0, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_at_each_world_size(kind, size):
     expected = sum(_values(rank, torch.float32) for rank in range(size))
@@ -97,7 +111,7 @@ def _gather_all(ranks, dtype, shape):
     return kept, traffic
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", [(3, 2), (5,), ()])
 def test_all_gather_has_every_rank_in_order(kind, dtype, shape):
@@ -118,7 +132,7 @@ def _broadcast_from(ranks, source, dtype):
     return out, traffic
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("source", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_broadcast_gives_the_sources_tensor(kind, source, dtype):
@@ -149,7 +163,7 @@ def _all_empty(ranks):
     return shapes, traffic
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 def test_empty_tensors_come_back_empty_and_send_nothing(kind):
     """H5: an empty all_gather ends a gloo process with SIGFPE, so none reaches it."""
     for shapes, traffic in on_ranks(kind, 4, _all_empty):
@@ -174,7 +188,7 @@ def _exchange_in_order(ranks, empties):
     return traffic
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("empties", [False, True])
 def test_exchange_keeps_the_order_between_two_ranks(kind, empties):
     for traffic in on_ranks(kind, 4, _exchange_in_order, empties):
@@ -192,7 +206,7 @@ def _ring(ranks, rounds):
     return ranks.counters.messages
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 def test_many_one_way_exchanges_stay_in_step(kind):
     assert min(on_ranks(kind, 3, _ring, 50)) >= 50
 
@@ -206,7 +220,7 @@ def _send_then_change(ranks):
     return theirs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WAYS)
 def test_what_was_sent_does_not_change_afterwards(kind):
     for theirs in on_ranks(kind, 2, _send_then_change):
         assert torch.equal(theirs, torch.ones(4))

@@ -7,6 +7,7 @@ waits. When a process ends, however it ends, its sockets close, and whoever wait
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -50,13 +51,22 @@ class _Segment:
 
 
 @dataclass
-class Receive:
+class _Receive:
     """A message that is to come, and where it goes."""
 
     peer: int
     buffer: torch.Tensor
     call: int
     done: bool = False
+
+
+@dataclass(frozen=True)
+class Posted:
+    """Messages under way."""
+
+    receives: Sequence[_Receive]
+    targets: frozenset[int]
+    """to whom messages go"""
 
 
 @dataclass
@@ -69,7 +79,7 @@ class _Peer:
     theirs: dict[int, _Segment] = field(default_factory=dict)
     unsent: deque[tuple[bytes, int | None]] = field(default_factory=deque)
     come: deque[tuple[int, int, bytes | _Segment]] = field(default_factory=deque)
-    expected: deque[Receive] = field(default_factory=deque)
+    expected: deque[_Receive] = field(default_factory=deque)
     gone: bool = False
 
 
@@ -148,41 +158,47 @@ class HostLinks:
         link.setblocking(False)
         self._peers[peer] = _Peer(link)
 
-    def post(self, call: int, sends: Sequence[Message], receives: Sequence[Message]) -> list[Receive]:
-        """Send, and say what is expected; `call` numbers the calls of the group. Never waits."""
+    def post(self, call: int, sends: Sequence[Message], receives: Sequence[Message]) -> Posted:
+        """Send, and say what is expected; `call` numbers the calls of the group. Never waits.
+
+        Raises LinkError when a rank that is sent to is gone.
+        """
         with self._lock:
             for peer, tensor in sends:
-                self._send(self._peers[peer], call, tensor)
+                self._send(peer, call, tensor)
             posted = []
             for peer, buffer in receives:
                 expected = self._peers[peer].expected
                 while expected and expected[0].call < call:
                     # of a call that was left
                     expected.popleft()
-                posted.append(Receive(peer, buffer, call))
+                posted.append(_Receive(peer, buffer, call))
                 expected.append(posted[-1])
-            return posted
+            return Posted(posted, frozenset(peer for peer, _ in sends))
 
-    def wait(self, posted: Sequence[Receive], timeout_s: float) -> None:
-        """Until all have come. Raises LinkError when a rank they are to come from is gone, or after `timeout_s`."""
+    def wait(self, posted: Posted, timeout_s: float) -> None:
+        """Until all have come, and are sent. Raises LinkError when one of the ranks is gone, or after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                waiting = sorted({receive.peer for receive in posted if not receive.done})
-                for peer in waiting:
+                for peer in {receive.peer for receive in posted.receives if not receive.done}:
                     self._drain(self._peers[peer])
-                waiting = sorted({receive.peer for receive in posted if not receive.done})
-                if not waiting:
+                for peer in posted.targets:
+                    self._flush(self._peers[peer])
+                expected = {receive.peer for receive in posted.receives if not receive.done}
+                full = {peer for peer in posted.targets if self._peers[peer].unsent}
+                if not expected and not full:
                     return
-                gone = [peer for peer in waiting if self._peers[peer].gone]
+                gone = [peer for peer in sorted(expected) if self._peers[peer].gone]
                 if gone:
                     raise LinkError(f"rank {self._rank} waited for rank {gone[0]}, whose connection closed")
                 poll = select.poll()
-                for peer in waiting:
-                    poll.register(self._peers[peer].socket, select.POLLIN)
+                for peer in expected | full:
+                    events = select.POLLIN * (peer in expected) | select.POLLOUT * (peer in full)
+                    poll.register(self._peers[peer].socket, events)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise LinkError(f"rank {self._rank} waited {timeout_s:g} s for messages of ranks {waiting}")
+                raise LinkError(f"rank {self._rank} waited {timeout_s:g} s for ranks {sorted(expected | full)}")
             # another thread of this process may take the note, so look again before long
             poll.poll(min(left, 0.05) * 1000)
 
@@ -192,7 +208,10 @@ class HostLinks:
         for peer in self._peers.values():
             peer.gone = True
 
-    def _send(self, peer: _Peer, call: int, tensor: torch.Tensor) -> None:
+    def _send(self, target: int, call: int, tensor: torch.Tensor) -> None:
+        peer = self._peers[target]
+        if peer.gone:
+            raise LinkError(f"rank {self._rank} had a message for rank {target}, whose connection closed")
         content = _bytes_of(tensor)
         if content.size <= _SHORT:
             self._note(peer, _NOTE.pack(_INLINE, call, content.size, 0) + content.tobytes())
@@ -224,17 +243,25 @@ class HostLinks:
 
     def _note(self, peer: _Peer, note: bytes, descriptor: int | None = None) -> None:
         peer.unsent.append((note, descriptor))
-        while peer.unsent and not peer.gone:
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        """Send what can be sent: an end that reads nothing takes some hundred notes."""
+        while peer.unsent:
             note, descriptor = peer.unsent[0]
             try:
-                if descriptor is None:
+                if peer.gone:
+                    pass
+                elif descriptor is None:
                     peer.socket.send(note)
                 else:
                     socket.send_fds(peer.socket, [note], [descriptor])
             except BlockingIOError:
-                # the other end has read nothing for hundreds of notes; it is tried again with the next, or in a wait
                 return
-            except OSError:
+            except OSError as error:
+                # a user may have only so many descriptors on their way; receivers take them off
+                if error.errno == errno.ETOOMANYREFS:
+                    return
                 peer.gone = True
             peer.unsent.popleft()
             if descriptor is not None:

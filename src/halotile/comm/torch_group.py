@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from halotile.comm.host_links import HostLinks, Receive
+from halotile.comm.host_links import HostLinks, Posted
 from halotile.comm.transport import (
     Board,
     Counters,
@@ -103,7 +103,7 @@ class TorchTransport:
         self.entered += 1
         sends, receives = without_empty(sends), without_empty(receives)
         if not sends and not receives:
-            return _UnderWay(self, [], [], [], [])
+            return _UnderWay(self, [], None, [], [])
         # a message of a call that was left half-way must not match one of a later call
         tag = self.calls
         landed = [(peer, buffer, self._on_wire(buffer, empty=True)) for peer, buffer in receives]
@@ -118,7 +118,7 @@ class TorchTransport:
         ops += [dist.P2POp(dist.irecv, wire, group=self.group, tag=tag, group_peer=peer) for peer, _, wire in landed]
         with _linked():
             works = dist.batch_isend_irecv(ops)
-        return _UnderWay(self, works, [], moves, carried)
+        return _UnderWay(self, works, None, moves, carried)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         if not tensor.numel():
@@ -182,7 +182,7 @@ class TorchTransport:
             # NCCL queues the wait on the stream; with a timeout it would hold the host, and has a watchdog of its own
             work.wait()
 
-    def land(self, posted: Sequence[Receive]) -> None:
+    def land(self, posted: Posted) -> None:
         """Wait for messages by way of this machine's memory."""
         self._links.wait(posted, self.timeout_s)
 
@@ -223,7 +223,7 @@ def _linked() -> Iterator[None]:
 class _UnderWay:
     transport: TorchTransport
     works: list[dist.Work]
-    posted: list[Receive]
+    posted: Posted | None
     moves: list[tuple[torch.Tensor, torch.Tensor]]
     carried: list[torch.Tensor]
     """what is being sent and received, kept alive until it is"""
@@ -232,7 +232,7 @@ class _UnderWay:
         with _linked():
             for work in self.works:
                 self.transport.finish(work, self.carried[0])
-        if self.posted:
+        if self.posted is not None:
             self.transport.land(self.posted)
         for buffer, wire in self.moves:
             buffer.copy_(wire)
