@@ -40,7 +40,7 @@ def _descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-SIZES = [1, 1000, host_links._SHORT, host_links._SHORT + 1, 100_000, host_links._KEPT, host_links._KEPT + 1, 20_000_000]
+SIZES = [1, 1000, host_links._SHORT, host_links._SHORT + 1, 100_000, 1 << 20, 20_000_000, host_links._KEPT + 1]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -129,12 +129,23 @@ def test_memory_and_descriptors_are_used_again(pair):
         before = before or _descriptors()
     assert _descriptors() == before
     assert pair[0]._numbers <= 2
-    large = torch.ones(host_links._KEPT)
-    for number in range(50, 53):
-        pair[0].post(number, [(1, large)], [])
-        pair[1].wait(pair[1].post(number, [], [(0, torch.empty_like(large))]), 1.0)
-    assert _descriptors() == before
-    assert all(len(segment.memory) <= host_links._KEPT for segment in pair[1]._peers[0].theirs.values())
+
+
+def test_no_more_memory_is_kept_than_is_said(pair):
+    large = torch.ones(host_links._KEPT // 4 - 100)
+    for number in range(3):
+        for _ in range(3):
+            pair[0].post(number, [(1, large)], [])
+        for _ in range(3):
+            got = torch.empty_like(large)
+            pair[1].wait(pair[1].post(number, [], [(0, got)]), 5.0)
+            assert torch.equal(got, large)
+        # what was let go of is known with the next note
+        pair[0]._drain(pair[0]._peers[1])
+        pair[1]._drain(pair[1]._peers[0])
+        assert sum(len(segment.memory) for segment in pair[0]._peers[1].free) == host_links._KEPT
+        assert len(pair[1]._peers[0].theirs) == 1
+        assert not pair[0]._peers[1].lent
 
 
 def test_an_end_that_closes_is_known_at_once_and_what_it_sent_still_arrives(pair):

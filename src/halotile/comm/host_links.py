@@ -30,12 +30,12 @@ from halotile.comm.transport import LinkError, Message
 
 # kind of note, call, bytes, number of the segment
 _NOTE = struct.Struct("=BQQQ")
-_INLINE, _SHARED, _TAKEN = range(3)
+_INLINE, _SHARED, _TAKEN, _DROPPED = range(4)
 # what travels in the note itself
 _SHORT = 4096
 _LONGEST_NOTE = _NOTE.size + _SHORT
-# segments are kept for the next message up to this size, else they are of one message
-_KEPT = 8 << 20
+# of a connection: memory that is kept for the next messages, since new memory takes ten times as long as a copy into it
+_KEPT = 64 << 20
 _CONNECT_S = 30.0
 
 
@@ -218,20 +218,19 @@ class HostLinks:
             return
         segment, descriptor = self._segment(peer, content.size)
         np.copyto(segment.view(content.size), content)
-        if content.size <= _KEPT:
-            peer.lent[segment.number] = segment
+        peer.lent[segment.number] = segment
         self._note(peer, _NOTE.pack(_SHARED, call, content.size, segment.number), descriptor)
 
     def _segment(self, peer: _Peer, nbytes: int) -> tuple[_Segment, int | None]:
         """Memory for a message: some that has come back, or new, and then its descriptor."""
-        if nbytes <= _KEPT:
-            if not any(len(segment.memory) >= nbytes for segment in peer.free):
-                self._drain(peer)
-            for segment in sorted(peer.free, key=lambda segment: len(segment.memory)):
-                if len(segment.memory) >= nbytes:
-                    peer.free.remove(segment)
-                    return segment, None
-            nbytes = min(_KEPT, 1 << (nbytes - 1).bit_length())
+        if not any(len(segment.memory) >= nbytes for segment in peer.free):
+            self._drain(peer)
+        for segment in sorted(peer.free, key=lambda segment: len(segment.memory)):
+            if len(segment.memory) >= nbytes:
+                peer.free.remove(segment)
+                return segment, None
+        # a size that suits other messages as well; what is not written to takes no memory
+        nbytes = 1 << (nbytes - 1).bit_length()
         self._numbers += 1
         descriptor = os.memfd_create("halotile", os.MFD_CLOEXEC)
         try:
@@ -240,6 +239,14 @@ class HostLinks:
         except BaseException:
             os.close(descriptor)
             raise
+
+    def _returned(self, peer: _Peer, number: int) -> None:
+        """Keep a segment for the next message, or let go of it."""
+        segment = peer.lent.pop(number)
+        if sum(len(each.memory) for each in peer.free) + len(segment.memory) <= _KEPT:
+            peer.free.append(segment)
+        else:
+            self._note(peer, _NOTE.pack(_DROPPED, 0, 0, number))
 
     def _note(self, peer: _Peer, note: bytes, descriptor: int | None = None) -> None:
         peer.unsent.append((note, descriptor))
@@ -281,7 +288,10 @@ class HostLinks:
                 break
             kind, call, nbytes, number = _NOTE.unpack_from(note)
             if kind == _TAKEN:
-                peer.free.append(peer.lent.pop(number))
+                self._returned(peer, number)
+                continue
+            if kind == _DROPPED:
+                del peer.theirs[number]
                 continue
             if kind == _INLINE:
                 peer.come.append((call, nbytes, note[_NOTE.size :]))
@@ -301,11 +311,7 @@ class HostLinks:
                     target, np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content.view(nbytes)
                 )
                 receive.done = True
-            if isinstance(content, bytes):
-                continue
-            if nbytes > _KEPT:
-                del peer.theirs[content.number]
-            else:
+            if isinstance(content, _Segment):
                 self._note(peer, _NOTE.pack(_TAKEN, 0, 0, content.number))
 
 

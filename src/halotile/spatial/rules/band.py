@@ -11,6 +11,7 @@ import torch
 from halotile.comm import begin_fetch, empty_rows, fetch_rows
 from halotile.geometry import Interval
 from halotile.spatial.tensor import SpatialTensor
+from halotile.spatial.watching import unwatched
 
 Mode = Literal["constant", "replicate", "reflect", "circular"]
 
@@ -63,9 +64,10 @@ def bordered(x: SpatialTensor, borders: Sequence[Border]) -> torch.Tensor:
         return x.local
     rows = _parts(x)
     out = rows.like.new_empty(_sizes(rows, borders))
-    _put(_inside(out, borders), rows)
-    for border in borders:
-        _repeat(out, border.dim, border.before, border.after, border.mode)
+    with unwatched():
+        _put(_inside(out, borders), rows)
+        for border in borders:
+            _repeat(out, border.dim, border.before, border.after, border.mode)
     return out
 
 
@@ -89,15 +91,16 @@ def banded(
         buffer = empty_rows(rows.like, dim, len(mine))
     body = buffer.narrow(dim, top, len(inside))
     _fetch(x, rows, existing, _inside(body, borders))
-    for border in borders:
-        _repeat(body, border.dim, border.before, border.after, border.mode)
-    if mode == "constant":
-        buffer.narrow(dim, 0, top).zero_()
-        buffer.narrow(dim, top + len(inside), bottom).zero_()
-    elif len(inside):
-        for row in (*range(mine.start, inside.start), *range(inside.stop, mine.stop)):
-            source = source_row(mode, row, extents.total)
-            buffer.narrow(dim, row - mine.start, 1).copy_(buffer.narrow(dim, source - mine.start, 1))
+    with unwatched():
+        for border in borders:
+            _repeat(body, border.dim, border.before, border.after, border.mode)
+        if mode == "constant":
+            buffer.narrow(dim, 0, top).zero_()
+            buffer.narrow(dim, top + len(inside), bottom).zero_()
+        elif len(inside):
+            for row in (*range(mine.start, inside.start), *range(inside.stop, mine.stop)):
+                source = source_row(mode, row, extents.total)
+                buffer.narrow(dim, row - mine.start, 1).copy_(buffer.narrow(dim, source - mine.start, 1))
     return buffer
 
 
@@ -136,14 +139,16 @@ def _fetch(x: SpatialTensor, rows: Joined, wanted: Sequence[Interval], into: tor
         return
     place = into.narrow(dim, own.start - mine.start, len(own))
     # what others want first: the rest is put together while it travels
-    for peer in x.ranks.others:
-        span = own.intersect(wanted[peer]).shift(-own.start)
-        if len(span):
-            _put(place.narrow(dim, span.start, len(span)), rows, dim, span)
+    with unwatched():
+        for peer in x.ranks.others:
+            span = own.intersect(wanted[peer]).shift(-own.start)
+            if len(span):
+                _put(place.narrow(dim, span.start, len(span)), rows, dim, span)
     arrivals = begin_fetch(place, dim, extents, wanted, x.ranks)
-    _put(place, rows)
-    for there, landed in arrivals.wait():
-        into.narrow(dim, there.start - mine.start, len(there)).copy_(landed)
+    with unwatched():
+        _put(place, rows)
+        for there, landed in arrivals.wait():
+            into.narrow(dim, there.start - mine.start, len(there)).copy_(landed)
 
 
 def _sizes(rows: Joined, borders: Sequence[Border]) -> list[int]:

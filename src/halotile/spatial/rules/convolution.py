@@ -12,7 +12,7 @@ from halotile.comm import begin_fetch, empty_rows
 from halotile.geometry import Extents, Interval, field_rows
 from halotile.spatial.move import resharded, sole_owner
 from halotile.spatial.registry import Op, rule
-from halotile.spatial.rules.band import Border, Mode, at_hand, banded, bordered, source_row
+from halotile.spatial.rules.band import Border, Joined, Mode, at_hand, banded, bordered, source_row
 from halotile.spatial.rules.kernel import Convolve, simple, whole_gets_onednn
 from halotile.spatial.rules.padding import Padding
 from halotile.spatial.rules.transposed import transposed_convolution
@@ -118,6 +118,9 @@ class _Window:
     def seams_pay(self) -> bool:
         """Whether to convolve the band by itself and then its seam rows again. The same on every rank."""
         base, call = self.base, self.call
+        if base.device.type == "cpu" and (self.borders or isinstance(base.lazy, Joined)):
+            # a copy is made, anyway, in which the halo has its place
+            return False
         bands = base.spec.extents.sizes
         per_weight = _CPU_BAND_PER_WEIGHT if base.device.type == "cpu" else _BAND_PER_WEIGHT
         return (
