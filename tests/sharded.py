@@ -5,6 +5,7 @@ Kinds are those of tiny_vaes.py and of more_vaes.py. `run` gives what every rank
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import more_vaes as more
@@ -54,6 +55,12 @@ def build(name: str, seed: int = 0) -> Any:
     return getattr(diffusers, cls)(**own).eval().requires_grad_(False)
 
 
+@cache
+def built(name: str) -> Any:
+    """The one autoencoder of this kind and process, for calls, which leave it as it was."""
+    return build(name)
+
+
 def make_input(
     name: str, half: str, height: int | None = None, batch: int | None = None, width: int | None = None
 ) -> torch.Tensor:
@@ -83,12 +90,24 @@ def call(vae: Any, name: str, half: str, x: torch.Tensor, seed: int = 11) -> tor
 def alone(name: str, half: str, **sizes: Any) -> torch.Tensor:
     """What one rank computes without halotile."""
     with torch.no_grad():
-        return call(build(name), name, half, make_input(name, half, **sizes))
+        return call(built(name), name, half, make_input(name, half, **sizes))
 
 
-def run(name: str, half: str, n: int, *, timeout: float = 120.0, **sizes: Any) -> list[Result]:
-    """What each of `n` gloo ranks got with `deliver="all"`, and its report. Raises what rank 0 raised."""
-    results = run_ranks(_one_rank, n, name, half, sizes, timeout=timeout)
+def run(
+    name: str,
+    half: str,
+    n: int,
+    *,
+    members: tuple[int, ...] | None = None,
+    inference: bool = False,
+    strict: bool = False,
+    **sizes: Any,
+) -> list[Result]:
+    """What each of `n` gloo ranks got with `deliver="all"`, and its report. Raises what rank 0 raised.
+
+    `members` and `strict` are as of `run_ranks` and `parallelize`; `inference` is for inference mode.
+    """
+    results = run_ranks(_one_rank, n, name, half, inference, strict, sizes, members=members)
     failed = next((result for result in results if isinstance(result, HalotileError)), None)
     if failed is not None:
         raise failed
@@ -101,11 +120,13 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
-def _one_rank(group: Any, name: str, half: str, sizes: dict[str, Any]) -> Result | HalotileError:
-    vae = build(name)
-    x = make_input(name, half, **sizes)
+def _one_rank(
+    group: Any, name: str, half: str, inference: bool, strict: bool, sizes: dict[str, Any]
+) -> Result | HalotileError:
+    vae, x = built(name), make_input(name, half, **sizes)
+    mode = torch.inference_mode() if inference else torch.no_grad()
     try:
-        with torch.no_grad(), halotile.parallelize(vae, group, strategy="shard", halves=(half,)) as handle:
+        with mode, halotile.parallelize(vae, group, strategy="shard", halves=(half,), strict=strict) as handle:
             out = call(vae, name, half, x)
     except HalotileError as error:
         return error

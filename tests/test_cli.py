@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -278,14 +279,13 @@ def test_an_error_of_started_ranks_is_one_line(bench: Bench, out: Path) -> None:
     assert not any(out.iterdir())
 
 
-def test_ctrl_c_stops_every_rank(bench: Bench, out: Path) -> None:
+def test_ctrl_c_and_a_killed_launcher_stop_every_rank(bench: Bench, out: Path) -> None:
     stuck = out / "stuck.py"
     stuck.write_text(
-        "import pathlib, time\n"
+        "import os, pathlib, time\n"
         "import halotile.cli.spread as spread\n"
         "def sleep(*arguments):\n"
-        "    seat = arguments[2]\n"
-        f"    pathlib.Path({str(out)!r}, f'here-{{seat.rank}}').touch()\n"
+        "    pathlib.Path(os.environ['HERE'], str(arguments[2].rank)).touch()\n"
         "    time.sleep(100)\n"
         "spread.decode = sleep\n"
         "if __name__ == '__main__':\n"
@@ -293,26 +293,36 @@ def test_ctrl_c_stops_every_rank(bench: Bench, out: Path) -> None:
         "    run()\n"
     )
     command = [sys.executable, str(stuck), "decode", bench.photo_latent, "--vae", bench.image_vae, "--ranks", "2"]
-    process = subprocess.Popen(
-        [*command, "-o", str(out / "a.png")],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    processes = {}
     try:
+        for way in ("interrupted", "killed"):
+            here = out / way
+            here.mkdir()
+            processes[way] = subprocess.Popen(
+                [*command, "-o", str(out / "a.png")],
+                env=environment(HERE=str(here)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         limit = time.monotonic() + 90
-        while not ((out / "here-0").exists() and (out / "here-1").exists()):
+        while not all((out / way / str(rank)).exists() for way in processes for rank in (0, 1)):
             assert time.monotonic() < limit, "the ranks did not come"
-            assert process.poll() is None, process.communicate()
+            assert all(process.poll() is None for process in processes.values())
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        stdout, stderr = process.communicate(timeout=30)
-        assert (process.returncode, stdout, stderr) == (130, "", "")
-        assert_nobody_is_left(process.pid, 20)
+        os.killpg(processes["interrupted"].pid, signal.SIGINT)  # as a terminal does
+        processes["killed"].kill()
+        shown = processes["interrupted"].communicate(timeout=30)
+        assert (processes["interrupted"].returncode, *shown) == (130, "", "")
+        for process in processes.values():
+            process.wait(30)
+            assert_nobody_is_left(process.pid, 20)
     finally:
-        process.kill()
+        for process in processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert not (out / "a.png").exists()
 
 

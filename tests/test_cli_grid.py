@@ -65,10 +65,20 @@ def test_what_cannot_be_is_one_line(bench: Bench, fails, out: Path) -> None:  # 
     }
     for arguments, said in bad.items():
         assert said in fails(*decode, *arguments), arguments
-    line = spawned(*decode, "--grid", "1x99x1", "--ranks", "2")
-    assert (line.returncode, line.stdout) == (2, "")
-    assert line.stderr.count("\n") == 1
-    assert "99" in line.stderr
+    assert not any(out.iterdir())
+
+
+def test_what_cannot_be_is_one_line_with_a_fleet_too(
+    bench: Bench,  # noqa: F811
+    out: Path,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    decode = ("decode", bench.clip_latent, "--vae", bench.video_vae, "-o", str(out / "a.mp4"))
+    capfd.readouterr()
+    assert in_process(*decode, "--grid", "1x99x1", "--ranks", "2") == 2
+    shown, said = capfd.readouterr()  # of the workers, too
+    assert (shown, said.count("\n")) == ("", 1)
+    assert "99" in said
     assert not any(out.iterdir())
 
 

@@ -463,20 +463,21 @@ def _more(name: str):
     return vae, shapes
 
 
-def _more_over_ranks(group, name: str, half: str):
+def _more_over_ranks(group, name: str, half: str, strategy: str):
     vae, (latent, pixels, scale) = _more(name)
-    cells = (17 * scale, 13 * scale) if half == "encode" else (17, 13)
+    # with a window of 8 latents every 6, the last tiles of both axes are clipped
+    cells = (14 * scale, 9 * scale) if half == "encode" else (14, 9)
     x = torch.randn(1, *(latent if half == "decode" else pixels), *cells, generator=torch.Generator().manual_seed(0))
     call = halotile.decode if half == "decode" else halotile.encode
     with torch.no_grad():
-        out = call(vae, x, group, "tile")
-        return torch.equal(out, call(vae, x, halotile.Ranks.alone(), "serial"))
+        return call(vae, x, group, strategy)
 
 
 @pytest.mark.parametrize("half", ["decode", "encode"])
 @pytest.mark.parametrize("name", ["AutoencoderKLKVAE", "AutoencoderKLQwenImage21", "AutoencoderVidTok"])
 def test_more_classes_of_diffusers_are_bitwise_equal(name: str, half: str) -> None:
-    assert run_ranks(_more_over_ranks, 2, name, half) == [True, True]
+    expected = _more_over_ranks(halotile.Ranks.alone(), name, half, "serial")
+    assert all(torch.equal(out, expected) for out in run_ranks(_more_over_ranks, 2, name, half, "tile"))
 
 
 @pytest.mark.parametrize(

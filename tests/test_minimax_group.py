@@ -62,12 +62,20 @@ def _one_rank(size=DEFAULT):
         return vae.decode(_latents(*size)).sample, len(calls)
 
 
-def _decoded(group, size=DEFAULT):
+@cache
+def _built():
+    """The one VAE of this process for whole calls, and the list of its network's calls."""
     vae = tiny.build(KIND)
+    return vae, _counted(vae.decoder)
+
+
+def _decoded(group, size=DEFAULT):
+    vae, calls = _built()
+    calls.clear()
     handle = halotile.enable_tiling(vae, process_group=group, **WINDOW)
-    calls = _counted(vae.decoder)
     with torch.no_grad():
         out = vae.decode(_latents(*size)).sample
+    handle.remove()
     return out, len(calls), handle.report
 
 

@@ -119,11 +119,11 @@ def can_be(name: str, ratio: int, window, overlap, sample) -> bool:
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_a_hundred_requests_are_refused_or_done_exactly(name: str) -> None:
+def test_fifty_requests_are_refused_or_done_exactly(name: str) -> None:
     vae = tiny.build(name)
     ratio, rng = tiny.CONFIGS[name][3], random.Random(name)
     accepted = 0
-    for count in range(100):
+    for count in range(50):
         window, overlap, sample = a_request(rng, ratio)
         before = dict(vars(vae))
         reason = check_request(vae, window, overlap, sample)
@@ -160,7 +160,7 @@ def test_a_hundred_requests_are_refused_or_done_exactly(name: str) -> None:
                 assert_spread(spans, length, win // ratio, shared // ratio)
             else:
                 assert spans == spans_of(length, win // ratio, shared // ratio), (window, overlap, sample)
-    assert 30 <= accepted <= 95
+    assert 15 <= accepted <= 48
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)

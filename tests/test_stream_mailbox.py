@@ -17,13 +17,13 @@ from halotile.comm import Mailbox
 KIND = "AutoencoderKLLTX2Video"
 GRIDS = {
     "1x8x1": TileCountConfig(height=Dim(8, 4)),
-    "2x2x2": TileCountConfig(frames=Dim(2, 1), height=Dim(2, 4), width=Dim(2, 4)),
+    "2x2x2": TileCountConfig(frames=Dim(2, 1), height=Dim(2, 4), width=Dim(2, 2)),
 }
 
 
-def _latents(frames=5):
+def _latents():
     torch.manual_seed(3)
-    return torch.randn(*tiny.latent(KIND).shape[:2], frames, 36, 12)
+    return torch.randn(*tiny.latent(KIND).shape[:2], 3, 12, 6)
 
 
 def _streamed(group, mailbox, grid, slow=-1):

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -132,7 +135,25 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _start_method(device: torch.device) -> str:
+    """How local ranks are started; those that are forked share one import of torch and diffusers, 2 s of CPU a rank.
+
+    Not with CUDA, which a process cannot use when the one that it was forked from has touched it, as an import may;
+    and not where system libraries do not survive a fork, or Python would look for modules in the working directory.
+    """
+    if device.type != "cpu" or sys.platform != "linux" or not hasattr(sys.flags, "safe_path"):
+        return "spawn"
+    import multiprocessing.forkserver as server
+
+    os.environ["PYTHONSAFEPATH"] = "1"  # the server is a `python -c`: a random.py that lies here must not be imported
+    server.set_forkserver_preload(["halotile.cli.ahead"])
+    server.ensure_running()
+    return "forkserver"
+
+
 def _start_local_ranks(work: Callable[..., T], ranks: int, device: str | None, arguments: tuple[Any, ...]) -> T:
+    # first, since a server imports while this process still prepares
+    method = _start_method(_device(device, 0, ranks))
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -148,7 +169,7 @@ def _start_local_ranks(work: Callable[..., T], ranks: int, device: str | None, a
             rdzv_endpoint="localhost:0",
             local_addr="localhost",  # else it looks up the machine's own name, which not every network knows
             max_restarts=0,
-            start_method="spawn",
+            start_method=method,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
@@ -163,6 +184,10 @@ def _start_local_ranks(work: Callable[..., T], ranks: int, device: str | None, a
 def _rank_main(work: Callable[..., T], device: str | None, folder: Path, arguments: tuple[Any, ...]) -> T | None:
     """What a started rank runs. Its error goes to a file: the launcher would print tracebacks of every rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, where Python would print a traceback
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    if sys.platform == "linux":
+        # by itself gloo takes the interface that the machine's name stands for: slower, and not known everywhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         return _run(work, device, arguments)
     except Exception as error:
@@ -171,6 +196,14 @@ def _rank_main(work: Callable[..., T], device: str | None, folder: Path, argumen
         failure = {"at": time.time(), "rank": os.environ["RANK"], "message": one_line(error)}
         (folder / f"failure-{os.environ['RANK']}.json").write_text(json.dumps(failure), encoding="utf-8")
         raise SystemExit(2) from None
+
+
+def _end_with_the_launcher() -> None:
+    """A launcher that is killed cannot end its ranks, and forked ones are not the system's to end with it."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
 
 
 def _first_failure(folder: Path, error: Exception) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -62,6 +63,8 @@ class Remains(Protocol):
 
 _open: WeakKeyDictionary[Transport, ref[Open]] = WeakKeyDictionary()
 _left: WeakKeyDictionary[Transport, list[Remains]] = WeakKeyDictionary()
+_staying: set[int] = set()
+"""this process (and the one it was forked from), if it waits before it ends for the drivers of streams that it left"""
 
 
 def begin_stream(transport: Transport, stream: Open) -> None:
@@ -86,6 +89,10 @@ def refuse_open_stream(transport: Transport) -> None:
 
 def leave(transport: Transport, remains: Remains) -> None:
     """Keep `remains` until the next call of the group, or the end of the program."""
+    if os.getpid() not in _staying:
+        # not by atexit: a process that multiprocessing has forked does not come to it
+        _staying.add(os.getpid())
+        Finalize(None, _linger, exitpriority=0)
     _left.setdefault(transport, []).append(remains)
 
 
@@ -95,7 +102,6 @@ def forget_streams(transport: Transport) -> None:
         remains.forget()
 
 
-@atexit.register
 def _linger() -> None:
     for left in list(_left.values()):
         for remains in left:
