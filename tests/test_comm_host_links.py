@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks, run_world
 
-from halotile.comm import Call, Ranks, host_links
+from halotile.comm import Call, Ranks, host_links, memory_link
 from halotile.comm.host_links import HostLinks
 from halotile.comm.transport import LinkError
 from halotile.errors import MissingRankError, RemoteRankError
@@ -40,7 +40,7 @@ def _descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-SIZES = [1, 1000, host_links._SHORT, host_links._SHORT + 1, 100_000, 1 << 20, 20_000_000, host_links._KEPT + 1]
+SIZES = [1, 1000, memory_link._SHORT, memory_link._SHORT + 1, 100_000, 1 << 20, 20_000_000, memory_link._KEPT + 1]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -128,11 +128,11 @@ def test_memory_and_descriptors_are_used_again(pair):
             pair[1].wait(pair[1].post(number, [], [(0, got[:size])]), 1.0)
         before = before or _descriptors()
     assert _descriptors() == before
-    assert pair[0]._numbers <= 2
+    assert pair[0]._links[1]._numbers <= 2
 
 
 def test_no_more_memory_is_kept_than_is_said(pair):
-    large = torch.ones(host_links._KEPT // 4 - 100)
+    large = torch.ones(memory_link._KEPT // 4 - 100)
     for number in range(3):
         for _ in range(3):
             pair[0].post(number, [(1, large)], [])
@@ -141,11 +141,11 @@ def test_no_more_memory_is_kept_than_is_said(pair):
             pair[1].wait(pair[1].post(number, [], [(0, got)]), 5.0)
             assert torch.equal(got, large)
         # what was let go of is known with the next note
-        pair[0]._drain(pair[0]._peers[1])
-        pair[1]._drain(pair[1]._peers[0])
-        assert sum(len(segment.memory) for segment in pair[0]._peers[1].free) == host_links._KEPT
-        assert len(pair[1]._peers[0].theirs) == 1
-        assert not pair[0]._peers[1].lent
+        pair[0]._links[1].drain()
+        pair[1]._links[0].drain()
+        assert sum(len(segment.memory) for segment in pair[0]._links[1]._free) == memory_link._KEPT
+        assert len(pair[1]._links[0]._theirs) == 1
+        assert not pair[0]._links[1]._lent
 
 
 def test_an_end_that_closes_is_known_at_once_and_what_it_sent_still_arrives(pair):
