@@ -30,6 +30,8 @@ _PRELOADED = ["halotile", "diffusers.models.autoencoders", "torch.distributed", 
 """What nearly every rank imports, in seconds of CPU: once, by the server that forks the ranks of every pool.
 
 None of these starts threads of torch's or touches OpenMP when imported, so its forks are as good as fresh processes."""
+# for whoever asks for the first fork: the server stays as it was started
+mp.get_context("forkserver").set_forkserver_preload(_PRELOADED)
 
 
 class RankFailure(AssertionError):
@@ -64,7 +66,6 @@ class _Pool:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="halotile-ranks-"))
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
         self.pipes, self.workers = [], []
         for rank in range(WORLD):
             ours, theirs = context.Pipe()

@@ -151,7 +151,8 @@ def _with_plain(x):
 
 
 def _dealt_otherwise(x):
-    return _conv(torch.cat((F.pad(x, (0, 0, 1, 0))[:, :, :, :-1], x), 2))
+    moved = F.pad(x, (0, 0, 1, 0))[:, :, :, :-1] + 0
+    return _conv(torch.cat((moved.contiguous(), x), 2))
 
 
 def _of_another_dtype(x):
