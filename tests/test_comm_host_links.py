@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def test_memory_and_descriptors_are_used_again(pair):
 
 
 def test_no_more_memory_is_kept_than_is_said(pair):
-    large = torch.ones(memory_link._KEPT // 4 - 100)
+    large = torch.ones(memory_link._LARGE // 4 - 100)
     for number in range(3):
         for _ in range(3):
             pair[0].post(number, [(1, large)], [])
@@ -144,8 +145,69 @@ def test_no_more_memory_is_kept_than_is_said(pair):
         pair[0]._links[1].drain()
         pair[1]._links[0].drain()
         assert sum(len(segment.memory) for segment in pair[0]._links[1]._free) == memory_link._KEPT
-        assert len(pair[1]._links[0]._theirs) == 1
+        assert len(pair[1]._links[0]._theirs) == 2
         assert not pair[0]._links[1]._lent
+
+
+def test_nothing_is_kept_of_a_message_that_is_larger(pair):
+    large = torch.ones(memory_link._LARGE // 4 + 1)
+    pair[0].post(0, [(1, large)], [])
+    got = torch.empty_like(large)
+    pair[1].wait(pair[1].post(0, [], [(0, got)]), 5.0)
+    assert torch.equal(got, large)
+    for link in (pair[0]._links[1], pair[1]._links[0]):
+        assert not link._free
+        assert not link._lent
+        assert not link._theirs
+
+
+def test_a_rank_that_is_done_reads_nothing_more(pair):
+    """What the slower one would say of what it has taken finds no room, and need not."""
+
+    def one(rank):
+        sent = [(1 - rank, torch.full((2000,), float(number))) for number in range(700)]
+        got = [(1 - rank, torch.empty(2000)) for _ in range(700)]
+        pair[rank].wait(pair[rank].post(0, sent, got), 20.0)
+        return [int(buffer[0]) for _, buffer in got]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [list(range(700))] * 2
+
+
+def test_many_messages_among_many():
+    links = _connected(4)
+
+    def one(rank):
+        others = [other for other in range(4) if other != rank]
+        sent = [(other, torch.full((3000,), float(number))) for number in range(400) for other in others]
+        got = [(other, torch.empty(3000)) for _ in range(400) for other in others]
+        links[rank].wait(links[rank].post(0, sent, got), 30.0)
+        return all(int(buffer[0]) == place // 3 for place, (_, buffer) in enumerate(got))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(4)))
+    for each in links:
+        each.close()
+
+
+def _forks(group):
+    ranks = Ranks.of(group, 20.0)
+    with Call(ranks) as call:
+        call.meet({})
+    if ranks.rank == 0:
+        child = os.fork()
+        if not child:
+            # what a process does that ends by itself, as far as it is ours
+            for each in list(weakref.finalize._registry):
+                if each.peek()[1] is host_links._close:
+                    each()
+            os._exit(0)
+        os.waitpid(child, 0)
+    return [int(each) for each in ranks.transport.all_gather(torch.tensor([ranks.rank]))]
+
+
+def test_a_fork_that_ends_leaves_the_connections_of_its_parent():
+    assert run_ranks(_forks, 2) == [[0, 1]] * 2
 
 
 def test_an_end_that_closes_is_known_at_once_and_what_it_sent_still_arrives(pair):

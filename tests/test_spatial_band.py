@@ -190,9 +190,25 @@ def _borders_asked(x):
     return F.pad(_between(x), (1, 1, 1, 1, 0, 0), mode="reflect").tanh()
 
 
+def _join_under_a_border_written(x):
+    joined = _causal(x)
+    padded = F.pad(joined, (1, 1, 1, 1))
+    joined.mul_(3)
+    return _conv(padded, 0)
+
+
+def _border_under_a_border_written(x):
+    inner = F.pad(x, (1, 1, 1, 1))
+    outer = F.pad(inner, (1, 1, 1, 1))
+    inner[:, :, :, 2:] = 7
+    return outer
+
+
 @pytest.mark.parametrize(
     "work",
     [
+        _join_under_a_border_written,
+        _border_under_a_border_written,
         _asked,
         _twice,
         _again,

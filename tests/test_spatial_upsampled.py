@@ -209,6 +209,15 @@ def test_whatever_else_asks_for_the_elements_gets_them(folds, work):
     assert folds == []
 
 
+def test_thin_bands_have_the_order_of_dims_of_the_whole():
+    for rows, width in ((2, 1), (3, 1), (4, 2)):
+        x = filled(2, 4, rows, width)
+        for n in (2, 3):
+            for dim in (2, 3):
+                for work in (_channels_last, lambda x: _twice(F.silu(F.group_norm(x, 2)[:, :, 1:]))):
+                    _close(on_sharded("virtual", n, x, dim, work)[0], work(x))
+
+
 def test_bits_of_one_rank_are_kept_where_they_still_are(folds):
     x = filled(*IMAGE)
     for work, n in ((_alone, 2), (_alone, 3), (_image, 1)):

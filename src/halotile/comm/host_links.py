@@ -49,7 +49,7 @@ class HostLinks:
         self._links: dict[int, MemoryLink] = {}
         self._lock = threading.RLock()
         self._sockets: list[socket.socket] = []
-        weakref.finalize(self, _close, self._sockets)
+        weakref.finalize(self, _close, self._sockets, os.getpid())
         self.address = self._listen()
 
     @property
@@ -126,10 +126,10 @@ class HostLinks:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                for peer in {peer for peer, receive in posted.receives if not receive.done}:
-                    self._links[peer].drain()
-                for peer in posted.targets:
-                    self._links[peer].flush()
+                for link in self._links.values():
+                    # also of those that nothing is to come from: they may wait for room to say what they have taken
+                    link.drain()
+                    link.flush()
                 expected = {peer for peer, receive in posted.receives if not receive.done}
                 full = {peer for peer in posted.targets if self._links[peer].full}
                 if not expected and not full:
@@ -139,8 +139,7 @@ class HostLinks:
                     raise LinkError(f"rank {self._rank} waited for rank {gone[0]}, whose connection closed")
                 poll = select.poll()
                 for peer in expected | full:
-                    events = select.POLLIN * (peer in expected) | select.POLLOUT * (peer in full)
-                    poll.register(self._links[peer].socket, events)
+                    poll.register(self._links[peer].socket, select.POLLIN | select.POLLOUT * (peer in full))
             left = deadline - time.monotonic()
             if left <= 0:
                 raise LinkError(f"rank {self._rank} waited {timeout_s:g} s for ranks {sorted(expected | full)}")
@@ -149,9 +148,9 @@ class HostLinks:
 
     def close(self) -> None:
         """End all waits, here and at the other ends."""
-        _close(self._sockets)
+        _close(self._sockets, os.getpid())
         for link in self._links.values():
-            link.gone = True
+            link.forget()
 
 
 def _user_of(link: socket.socket) -> int:
@@ -160,8 +159,10 @@ def _user_of(link: socket.socket) -> int:
     return int(user)
 
 
-def _close(sockets: Sequence[socket.socket]) -> None:
+def _close(sockets: Sequence[socket.socket], owner: int) -> None:
     for each in sockets:
-        with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+        if os.getpid() == owner:
+            # not in a process that was forked from the one whose connections they are
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
         each.close()

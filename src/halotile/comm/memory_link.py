@@ -19,8 +19,10 @@ _INLINE, _SHARED, _TAKEN, _DROPPED = range(4)
 # what travels in the note itself
 _SHORT = 4096
 _LONGEST_NOTE = _NOTE.size + _SHORT
-# of a connection: memory that is kept for the next messages, since new memory takes ten times as long as a copy into it
+# new memory takes ten times as long as a copy into it: so much is kept of a connection for the next messages, but none
+# of a message that is larger than half of it
 _KEPT = 64 << 20
+_LARGE = _KEPT // 2
 
 
 @dataclass
@@ -64,8 +66,18 @@ class MemoryLink:
 
     @property
     def full(self) -> bool:
-        """Whether notes wait until the other end reads: it takes some hundred."""
-        return bool(self._unsent)
+        """Whether messages wait until the other end reads: it takes some hundred notes.
+
+        What it lent and may have back can wait: it may be done, and read no more.
+        """
+        return any(note[0] in (_INLINE, _SHARED) for note, _ in self._unsent)
+
+    def forget(self) -> None:
+        """The connection is closed at this end."""
+        self.gone = True
+        self.flush()
+        for kept in (self._free, self._lent, self._theirs):
+            kept.clear()
 
     def send(self, call: int, tensor: torch.Tensor) -> None:
         """A contiguous tensor on CPU, as a message of a call."""
@@ -75,7 +87,8 @@ class MemoryLink:
             return
         segment, descriptor = self._segment(content.size)
         np.copyto(segment.view(content.size), content)
-        self._lent[segment.number] = segment
+        if content.size <= _LARGE:
+            self._lent[segment.number] = segment
         self._note(_NOTE.pack(_SHARED, call, content.size, segment.number), descriptor)
 
     def expect(self, call: int, buffer: torch.Tensor) -> Receive:
@@ -122,7 +135,10 @@ class MemoryLink:
                     target, np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content.view(nbytes)
                 )
                 receive.done = True
-            if isinstance(content, _Segment):
+            if nbytes > _LARGE:
+                assert isinstance(content, _Segment)
+                del self._theirs[content.number]
+            elif isinstance(content, _Segment):
                 self._note(_NOTE.pack(_TAKEN, 0, 0, content.number))
 
     def flush(self) -> None:
@@ -149,14 +165,15 @@ class MemoryLink:
 
     def _segment(self, nbytes: int) -> tuple[_Segment, int | None]:
         """Memory for a message: some that has come back, or new, and then its descriptor."""
-        if not any(len(segment.memory) >= nbytes for segment in self._free):
-            self.drain()
-        for segment in sorted(self._free, key=lambda segment: len(segment.memory)):
-            if len(segment.memory) >= nbytes:
-                self._free.remove(segment)
-                return segment, None
-        # a size that suits other messages as well; what is not written to takes no memory
-        nbytes = 1 << (nbytes - 1).bit_length()
+        if nbytes <= _LARGE:
+            if not any(len(segment.memory) >= nbytes for segment in self._free):
+                self.drain()
+            for segment in sorted(self._free, key=lambda segment: len(segment.memory)):
+                if len(segment.memory) >= nbytes:
+                    self._free.remove(segment)
+                    return segment, None
+            # a size that suits other messages as well; what is not written to takes no memory
+            nbytes = 1 << (nbytes - 1).bit_length()
         self._numbers += 1
         descriptor = os.memfd_create("halotile", os.MFD_CLOEXEC)
         try:

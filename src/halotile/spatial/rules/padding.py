@@ -14,7 +14,7 @@ from halotile.spatial.move import pick_rows
 from halotile.spatial.registry import Op, rule
 from halotile.spatial.rules.band import Border, Mode, bordered, source_row
 from halotile.spatial.rules.slices import slice_
-from halotile.spatial.rules.upsampled import with_border
+from halotile.spatial.rules.upsampled import untouched, with_border
 from halotile.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
@@ -150,6 +150,7 @@ def _fits(x: SpatialTensor, pads: Sequence[tuple[int, int]], mode: Mode) -> bool
 
 
 def _lazy(padding: Padding) -> SpatialTensor:
+    padding = replace(padding, base=untouched(padding.base))
     base = padding.base
     shape = [size + sum(pair) for size, pair in zip(base.shape, padding.pads, strict=True)]
     # torch's padding is contiguous, or channels_last, whatever it is padding of

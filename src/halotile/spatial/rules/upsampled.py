@@ -65,7 +65,8 @@ class Upsampled:
         made: torch.Tensor = _UPSAMPLE[len(size)].default(local, size)
         for d, crop in enumerate(self.crop):
             made = made.narrow(2 + d, crop, made.shape[2 + d] - 2 * crop)
-        return made.contiguous(memory_format=_layout(local) or torch.preserve_format)
+        # as the whole: of a thin band torch may take the order of dims for another
+        return made.contiguous(memory_format=_layout(self.base) or torch.contiguous_format)
 
     def tensor(self, strides: Sequence[int] | None = None) -> SpatialTensor:
         """The tensor whose rows these are; a view's strides follow from those of what it shows."""
@@ -90,6 +91,16 @@ def upsampled(x: Any) -> Upsampled | None:
         return None
     # whoever has the elements of the tensor that this is a view of may have written to them
     return lazy if lazy.source is None or lazy.source[0].lazy is not None else None
+
+
+def untouched(x: SpatialTensor) -> SpatialTensor:
+    """`x` for a lazy tensor to be made from: nobody writes to it, also where its own rows are yet to be made."""
+    if isinstance(x.lazy, Upsampled) and x.lazy.source is not None:
+        up = upsampled(x)
+        if up is None:
+            return x.like(x.local, None, x.stride())
+        return replace(up, source=None).tensor(x.stride())
+    return x if x.lazy is None else SpatialTensor(x.lazy, x.spec, x.ledger, x.shape, x.stride())
 
 
 def put_off(x: SpatialTensor, size: Sequence[int], scales: Sequence[float | None]) -> SpatialTensor | None:
