@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks, run_world
 
-from halotile.comm import Call, Ranks, host_links, memory_link
+from halotile.comm import Call, Ranks, deliver_rows, host_links, memory_link
 from halotile.comm.host_links import HostLinks
 from halotile.comm.transport import LinkError
 from halotile.errors import MissingRankError, RemoteRankError
+from halotile.geometry import Extents
 
 
 def _connected(size):
@@ -133,7 +134,7 @@ def test_memory_and_descriptors_are_used_again(pair):
 
 
 def test_no_more_memory_is_kept_than_is_said(pair):
-    large = torch.ones(memory_link._LARGE // 4 - 100)
+    large = torch.ones(memory_link.LARGE // 4 - 100)
     for number in range(3):
         for _ in range(3):
             pair[0].post(number, [(1, large)], [])
@@ -144,13 +145,13 @@ def test_no_more_memory_is_kept_than_is_said(pair):
         # what was let go of is known with the next note
         pair[0]._links[1].drain()
         pair[1]._links[0].drain()
-        assert sum(len(segment.memory) for segment in pair[0]._links[1]._free) == memory_link._KEPT
+        assert sum(segment.size for segment in pair[0]._links[1]._free) == memory_link._KEPT
         assert len(pair[1]._links[0]._theirs) == 2
         assert not pair[0]._links[1]._lent
 
 
 def test_nothing_is_kept_of_a_message_that_is_larger(pair):
-    large = torch.ones(memory_link._LARGE // 4 + 1)
+    large = torch.ones(memory_link.LARGE // 4 + 1)
     pair[0].post(0, [(1, large)], [])
     got = torch.empty_like(large)
     pair[1].wait(pair[1].post(0, [], [(0, got)]), 5.0)
@@ -159,6 +160,60 @@ def test_nothing_is_kept_of_a_message_that_is_larger(pair):
         assert not link._free
         assert not link._lent
         assert not link._theirs
+
+
+def test_a_post_takes_one_descriptor_however_many_messages_it_has(pair):
+    before = _descriptors()
+    sent = [torch.full((2000 if number % 3 else 20,), float(number)) for number in range(150)]
+    pair[0].post(0, [(1, each) for each in sent], [])
+    got = [torch.empty_like(each) for each in sent]
+    pair[1].wait(pair[1].post(0, [], [(0, each) for each in got]), 5.0)
+    assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+    # at each end
+    assert _descriptors() <= before + 2
+    assert pair[0]._links[1]._numbers == 1
+
+
+def test_few_segments_are_kept_however_small(pair):
+    before = _descriptors()
+    for number in range(30):
+        pair[0].post(0, [(1, torch.full((2000,), float(number)))], [])
+    for number in range(30):
+        got = torch.empty(2000)
+        pair[1].wait(pair[1].post(0, [], [(0, got)]), 5.0)
+        assert got.eq(number).all()
+    pair[0]._links[1].drain()
+    pair[1]._links[0].drain()
+    assert len(pair[0]._links[1]._free) == len(pair[1]._links[0]._theirs) == memory_link._SEGMENTS
+    assert _descriptors() == before + 2 * memory_link._SEGMENTS
+
+
+def test_ranks_of_two_users_leave_it_to_the_group(monkeypatch):
+    links = [HostLinks(0, 2)]
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    links.append(HostLinks(1, 2))
+    for each in links:
+        each.connect([each.address for each in links])
+        assert not each.connected
+        each.close()
+
+
+def test_the_fork_of_a_rank_does_not_keep_its_connections_open(pair):
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        # as the kernel does for a rank that is killed
+        for each in pair[0]._sockets:
+            each.close()
+        begun = time.monotonic()
+        with pytest.raises(LinkError, match="connection closed"):
+            pair[1].wait(pair[1].post(0, [], [(0, torch.empty(3))]), 20.0)
+        assert time.monotonic() - begun < 10
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_rank_that_is_done_reads_nothing_more(pair):
@@ -292,6 +347,33 @@ def test_a_group_of_one_machine_sends_nothing_over_its_sockets(members):
     for rank, (got, gathered) in enumerate(results):
         assert got == [other for other in range(len(members)) if other != rank]
         assert gathered == list(range(len(members)))
+
+
+def _large(group):
+    ranks = Ranks.of(group, 20.0)
+    with Call(ranks) as call:
+        call.meet({})
+    peer = 1 - ranks.rank
+    sent = [torch.full((size,), float(size + ranks.rank)) for size in (7, memory_link.LARGE // 4 + 1, 70_000)]
+    got = [torch.empty_like(each) for each in sent]
+    calls, batch = [], dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: calls.append(len(ops)) or batch(ops)
+    try:
+        ranks.transport.exchange([(peer, each) for each in sent], [(peer, each) for each in got])
+        whole = torch.full((memory_link.LARGE // 4, 1, 2), float(ranks.rank))
+        rows = deliver_rows(whole, 1, Extents((1, 1)), ranks)
+    finally:
+        dist.batch_isend_irecv = batch
+    assert rows is not None
+    return [bool(each.eq(len(each) + peer).all()) for each in got], calls, rows.sum((0, 2)).tolist()
+
+
+def test_large_messages_go_by_the_group_and_are_not_held_twice():
+    for right, calls, sums in run_ranks(_large, 2):
+        assert right == [True] * 3
+        assert calls[0] == 2
+        assert len(calls) == 2
+        assert sums == [0.0, memory_link.LARGE / 2]
 
 
 def _killed(group, pids):

@@ -20,10 +20,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from halotile.comm.memory_link import MemoryLink, Receive
+import torch
+
+from halotile.comm.memory_link import LARGE, MemoryLink, Receive
 from halotile.comm.transport import LinkError, Message
 
 _CONNECT_S = 30.0
+
+
+def is_for_memory(message: torch.Tensor) -> bool:
+    """Whether a message goes by way of memory, if that is there: new memory for a large one takes longer than a socket.
+
+    Both ends answer alike.
+    """
+    return message.device.type == "cpu" and message.numel() * message.element_size() <= LARGE
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class HostLinks:
         self._lock = threading.RLock()
         self._sockets: list[socket.socket] = []
         weakref.finalize(self, _close, self._sockets, os.getpid())
+        _ALL.add(self)
         self.address = self._listen()
 
     @property
@@ -62,9 +73,10 @@ class HostLinks:
         if os.environ.get("HALOTILE_HOST_LINKS", "1") in ("", "0"):
             return ""
         try:
-            # processes find each other by such a name if they share a kernel and its network namespace
+            # processes find each other by such a name if they share a kernel and its network namespace, and let each
+            # other in if they are of one user
             with open("/proc/sys/kernel/random/boot_id") as file:
-                host = [file.read().strip(), os.readlink("/proc/self/ns/net")]
+                host = [file.read().strip(), os.readlink("/proc/self/ns/net"), os.getuid()]
             name = f"halotile-{secrets.token_hex(16)}"
             os.close(os.memfd_create("halotile"))
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,10 +126,10 @@ class HostLinks:
         Raises LinkError when a rank that is sent to is gone.
         """
         with self._lock:
-            for peer, tensor in sends:
-                if self._links[peer].gone:
-                    raise LinkError(f"rank {self._rank} had a message for rank {peer}, whose connection closed")
-                self._links[peer].send(call, tensor)
+            for target in dict.fromkeys(peer for peer, _ in sends):
+                if self._links[target].gone:
+                    raise LinkError(f"rank {self._rank} had a message for rank {target}, whose connection closed")
+                self._links[target].send(call, [tensor for peer, tensor in sends if peer == target])
             expected = [(peer, self._links[peer].expect(call, buffer)) for peer, buffer in receives]
             return Posted(expected, frozenset(peer for peer, _ in sends))
 
@@ -148,9 +160,27 @@ class HostLinks:
 
     def close(self) -> None:
         """End all waits, here and at the other ends."""
-        _close(self._sockets, os.getpid())
-        for link in self._links.values():
-            link.forget()
+        with self._lock:
+            _close(self._sockets, os.getpid())
+            for link in self._links.values():
+                link.forget()
+
+    def left_to_parent(self) -> None:
+        """In a process that was forked from the one whose connections these are: when that ends, they are to close."""
+        for each in self._sockets:
+            each.close()
+
+
+_ALL: weakref.WeakSet[HostLinks] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for each in list(_ALL):
+        each.left_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _user_of(link: socket.socket) -> int:

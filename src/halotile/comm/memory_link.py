@@ -8,32 +8,82 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-# kind of note, call, bytes, number of the segment
-_NOTE = struct.Struct("=BQQQ")
+from halotile.comm.transport import LinkError
+
+# kind of note, call, bytes, number of the segment, the first byte in it, whether it is the last message in it
+_NOTE = struct.Struct("=BQQQQ?")
 _INLINE, _SHARED, _TAKEN, _DROPPED = range(4)
 # what travels in the note itself
 _SHORT = 4096
 _LONGEST_NOTE = _NOTE.size + _SHORT
-# new memory takes ten times as long as a copy into it: so much is kept of a connection for the next messages, but none
-# of a message that is larger than half of it
+# new memory takes ten times as long as a copy into it: so much is kept each way for the next messages, but none
+# that is larger than half of it; each segment also takes a descriptor at both ends
 _KEPT = 64 << 20
-_LARGE = _KEPT // 2
+LARGE = _KEPT // 2
+_SEGMENTS = 8
+_ALIGN = 64
+
+
+class _Segment:
+    """Memory that two processes have; without a name, so that nothing of it outlives them.
+
+    It is mapped where it is kept. What is for one message is written and read through its descriptor: the first touch
+    of each page of a new mapping takes longer than that.
+    """
+
+    def __init__(self, number: int, descriptor: int) -> None:
+        self.number = number
+        self.size = os.fstat(descriptor).st_size
+        self._descriptor = descriptor if self.size > LARGE else None
+        self._memory = mmap.mmap(descriptor, self.size) if self.size <= LARGE else None
+
+    def write(self, first: int, content: np.ndarray) -> None:
+        if self._memory is not None:
+            np.copyto(np.frombuffer(self._memory, np.uint8, content.size, first), content)
+            return
+        assert self._descriptor is not None
+        done = 0
+        while done < content.size:
+            done += os.pwrite(self._descriptor, content[done:].data, first + done)
+
+    def read(self, first: int, target: np.ndarray) -> None:
+        if self._memory is not None:
+            np.copyto(target, np.frombuffer(self._memory, np.uint8, target.size, first))
+            return
+        assert self._descriptor is not None
+        done = 0
+        while done < target.size:
+            done += os.preadv(self._descriptor, [target[done:].data], first + done)
+
+    def close(self) -> None:
+        """Let go of the descriptor, if this holds one."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 @dataclass
-class _Segment:
-    """Memory that two processes have; without a name, so that nothing of it outlives them."""
+class _Come:
+    """A message that has come: in its note, or in a segment, which goes back with its last message."""
 
-    number: int
-    memory: mmap.mmap
+    call: int
+    nbytes: int
+    content: bytes | _Segment
+    first: int
+    last: bool
 
-    def view(self, nbytes: int) -> np.ndarray:
-        return np.frombuffer(self.memory, np.uint8, nbytes)
+    def into(self, target: np.ndarray) -> None:
+        assert target.size == self.nbytes, f"planned {target.size} bytes, got {self.nbytes}"
+        if isinstance(self.content, _Segment):
+            self.content.read(self.first, target)
+        else:
+            np.copyto(target, np.frombuffer(self.content, np.uint8))
 
 
 @dataclass
@@ -61,7 +111,7 @@ class MemoryLink:
         self._lent: dict[int, _Segment] = {}
         self._theirs: dict[int, _Segment] = {}
         self._unsent: deque[tuple[bytes, int | None]] = deque()
-        self._come: deque[tuple[int, int, bytes | _Segment]] = deque()
+        self._come: deque[_Come] = deque()
         self._expected: deque[Receive] = deque()
 
     @property
@@ -76,20 +126,32 @@ class MemoryLink:
         """The connection is closed at this end."""
         self.gone = True
         self.flush()
+        for segment in self._theirs.values():
+            segment.close()
         for kept in (self._free, self._lent, self._theirs):
             kept.clear()
 
-    def send(self, call: int, tensor: torch.Tensor) -> None:
-        """A contiguous tensor on CPU, as a message of a call."""
-        content = _bytes_of(tensor)
-        if content.size <= _SHORT:
-            self._note(_NOTE.pack(_INLINE, call, content.size, 0) + content.tobytes())
-            return
-        segment, descriptor = self._segment(content.size)
-        np.copyto(segment.view(content.size), content)
-        if content.size <= _LARGE:
+    def send(self, call: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Contiguous tensors on CPU, as messages of a call, one after the other."""
+        contents = [_bytes_of(tensor) for tensor in tensors]
+        places, end = [], 0
+        for content in contents:
+            places.append(end)
+            # all in one segment: it takes a descriptor, and there may be a message for each channel of each frame
+            end += 0 if content.size <= _SHORT else -(-content.size // _ALIGN) * _ALIGN
+        segment, descriptor = self._segment(end) if end else (None, None)
+        if segment is not None and end <= LARGE:
             self._lent[segment.number] = segment
-        self._note(_NOTE.pack(_SHARED, call, content.size, segment.number), descriptor)
+        if segment is not None:
+            for content, first in zip(contents, places, strict=True):
+                if content.size > _SHORT:
+                    segment.write(first, content)
+        for content, first, after in zip(contents, places, [*places[1:], end], strict=True):
+            if content.size <= _SHORT or segment is None:
+                self._note(_NOTE.pack(_INLINE, call, content.size, 0, 0, False) + content.tobytes())
+                continue
+            self._note(_NOTE.pack(_SHARED, call, content.size, segment.number, first, after == end), descriptor)
+            descriptor = None
 
     def expect(self, call: int, buffer: torch.Tensor) -> Receive:
         """The next message of a call, into a contiguous tensor of its size; those of earlier calls are dropped."""
@@ -102,7 +164,7 @@ class MemoryLink:
         """Read all notes that are there, and hand out what is expected."""
         while not self.gone:
             try:
-                note, descriptors, _, _ = socket.recv_fds(self.socket, _LONGEST_NOTE, 1)
+                note, descriptors, flags, _ = socket.recv_fds(self.socket, _LONGEST_NOTE, 1)
             except BlockingIOError:
                 break
             except OSError:
@@ -110,36 +172,38 @@ class MemoryLink:
             if not note:
                 self.gone = True
                 break
-            kind, call, nbytes, number = _NOTE.unpack_from(note)
-            if kind == _TAKEN:
-                self._returned(number)
-                continue
-            if kind == _DROPPED:
-                del self._theirs[number]
-                continue
-            if kind == _INLINE:
-                self._come.append((call, nbytes, note[_NOTE.size :]))
-                continue
-            if descriptors:
-                size = os.fstat(descriptors[0]).st_size
-                self._theirs[number] = _Segment(number, mmap.mmap(descriptors[0], size))
-                os.close(descriptors[0])
-            self._come.append((call, nbytes, self._theirs[number]))
-        while self._expected and self._come and self._come[0][0] <= self._expected[0].call:
-            call, nbytes, content = self._come.popleft()
-            if call == self._expected[0].call:
+            if flags & socket.MSG_CTRUNC:
+                raise LinkError("a message came without its memory: this process has as many open files as it may")
+            self._read(note, descriptors)
+        while self._expected and self._come and self._come[0].call <= self._expected[0].call:
+            come = self._come.popleft()
+            if come.call == self._expected[0].call:
                 receive = self._expected.popleft()
-                target = _bytes_of(receive.buffer)
-                assert target.size == nbytes, f"planned {target.size} bytes, got {nbytes}"
-                np.copyto(
-                    target, np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content.view(nbytes)
-                )
+                come.into(_bytes_of(receive.buffer))
                 receive.done = True
-            if nbytes > _LARGE:
-                assert isinstance(content, _Segment)
-                del self._theirs[content.number]
-            elif isinstance(content, _Segment):
-                self._note(_NOTE.pack(_TAKEN, 0, 0, content.number))
+            if come.last and isinstance(come.content, _Segment):
+                self._give_back(come.content)
+
+    def _read(self, note: bytes, descriptors: Sequence[int]) -> None:
+        kind, call, nbytes, number, first, last = _NOTE.unpack_from(note)
+        if kind == _TAKEN:
+            self._returned(number)
+        elif kind == _DROPPED:
+            del self._theirs[number]
+        elif kind == _INLINE:
+            self._come.append(_Come(call, nbytes, note[_NOTE.size :], 0, True))
+        else:
+            if descriptors:
+                self._theirs[number] = _Segment(number, descriptors[0])
+                if self._theirs[number].size <= LARGE:
+                    os.close(descriptors[0])
+            self._come.append(_Come(call, nbytes, self._theirs[number], first, last))
+
+    def _give_back(self, segment: _Segment) -> None:
+        if segment.size > LARGE:
+            self._theirs.pop(segment.number).close()
+        else:
+            self._note(_NOTE.pack(_TAKEN, 0, 0, segment.number, 0, False))
 
     def flush(self) -> None:
         """Send what can be sent: an end that reads nothing takes some hundred notes."""
@@ -165,20 +229,20 @@ class MemoryLink:
 
     def _segment(self, nbytes: int) -> tuple[_Segment, int | None]:
         """Memory for a message: some that has come back, or new, and then its descriptor."""
-        if nbytes <= _LARGE:
-            if not any(len(segment.memory) >= nbytes for segment in self._free):
+        if nbytes <= LARGE:
+            if not any(segment.size >= nbytes for segment in self._free):
                 self.drain()
-            for segment in sorted(self._free, key=lambda segment: len(segment.memory)):
-                if len(segment.memory) >= nbytes:
+            for segment in sorted(self._free, key=lambda segment: segment.size):
+                if segment.size >= nbytes:
                     self._free.remove(segment)
                     return segment, None
             # a size that suits other messages as well; what is not written to takes no memory
-            nbytes = 1 << (nbytes - 1).bit_length()
+            nbytes = max(1 << (nbytes - 1).bit_length(), 1 << 16)
         self._numbers += 1
         descriptor = os.memfd_create("halotile", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes)
-            return _Segment(self._numbers, mmap.mmap(descriptor, nbytes)), descriptor
+            return _Segment(self._numbers, descriptor), descriptor
         except BaseException:
             os.close(descriptor)
             raise
@@ -186,10 +250,11 @@ class MemoryLink:
     def _returned(self, number: int) -> None:
         """Keep a segment for the next message, or let go of it."""
         segment = self._lent.pop(number)
-        if sum(len(each.memory) for each in self._free) + len(segment.memory) <= _KEPT:
+        kept = sum(each.size for each in self._free)
+        if kept + segment.size <= _KEPT and len(self._free) < _SEGMENTS:
             self._free.append(segment)
         else:
-            self._note(_NOTE.pack(_DROPPED, 0, 0, number))
+            self._note(_NOTE.pack(_DROPPED, 0, 0, number, 0, False))
 
     def _note(self, note: bytes, descriptor: int | None = None) -> None:
         self._unsent.append((note, descriptor))
@@ -198,6 +263,6 @@ class MemoryLink:
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor."""
-    flat = tensor.detach().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
     array: np.ndarray = flat.numpy()
     return array

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from halotile.comm.memory_link import LARGE
 from halotile.comm.ranks import Ranks
 from halotile.comm.transport import Exchange
 from halotile.errors import PlanError
@@ -18,7 +19,7 @@ from halotile.geometry import Extents, Interval
 Deliver = Literal["all", "driver", "sharded"]
 
 # bytes from which a message costs little more than its copy
-_LARGE = 1 << 18
+_APART = 1 << 18
 
 
 def fetch_rows(
@@ -117,7 +118,18 @@ def _begin(
                 landed = place if place.is_contiguous() else place.new_empty(place.shape)
                 receives.append((peer, landed))
                 parts.append(_Part(rows, landed, place))
-    return ranks.transport.begin(sends, receives), parts
+    return ranks.transport.begin(sends, receives, _large(local, dim, extents, wanted)), parts
+
+
+def _large(local: torch.Tensor, dim: int, extents: Extents, wanted: Sequence[Interval]) -> bool:
+    """Whether some rank sends another more than memory is kept for. All ranks answer alike."""
+    row = prod(local.shape[:dim]) * prod(local.shape[dim:][1:]) * local.element_size()
+    return row * extents.total > LARGE and any(
+        row * len(own.intersect(wanted[peer])) > LARGE
+        for rank, own in enumerate(extents.intervals)
+        for peer in range(extents.ranks)
+        if peer != rank
+    )
 
 
 def _apart(local: torch.Tensor, dim: int, rows: Interval, wanted: Interval, own: Interval) -> bool:
@@ -127,7 +139,7 @@ def _apart(local: torch.Tensor, dim: int, rows: Interval, wanted: Interval, own:
     and receiver answer alike: from what all ranks know.
     """
     foreign = len(wanted) - len(own.intersect(wanted))
-    return 2 * foreign > len(wanted) and len(rows) * prod(local.shape[dim:][1:]) * local.element_size() >= _LARGE
+    return 2 * foreign > len(wanted) and len(rows) * prod(local.shape[dim:][1:]) * local.element_size() >= _APART
 
 
 def _pieces(rows: torch.Tensor, dim: int, apart: bool) -> list[torch.Tensor]:

@@ -53,9 +53,9 @@ class SubgroupTransport:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.begin(sends, receives).wait()
 
-    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message], large: bool = False) -> Exchange:
         self.entered += 1
-        return self._whole.begin(self._renumbered(sends), self._renumbered(receives))
+        return self._whole.begin(self._renumbered(sends), self._renumbered(receives), large)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         stacked = torch.stack(self.all_gather(tensor))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from halotile.comm.host_links import HostLinks, Posted
+from halotile.comm.host_links import HostLinks, Posted, is_for_memory
 from halotile.comm.transport import (
     Board,
     Counters,
@@ -98,7 +98,7 @@ class TorchTransport:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.begin(sends, receives).wait()
 
-    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message], large: bool = False) -> Exchange:
         check_not_lost(self)
         self.entered += 1
         sends, receives = without_empty(sends), without_empty(receives)
@@ -110,15 +110,19 @@ class TorchTransport:
         wires = [(peer, self._on_wire(tensor)) for peer, tensor in sends]
         self.counters.sent(sends)
         moves = [(buffer, wire) for _, buffer, wire in landed if wire is not buffer]
-        carried = [wire for _, wire in wires] + [wire for _, _, wire in landed]
-        if self._links.connected and all(wire.device.type == "cpu" for wire in carried):
-            posted = self._links.post(tag, wires, [(peer, wire) for peer, _, wire in landed])
-            return _UnderWay(self, [], posted, moves, [])
+        arriving = [(peer, wire) for peer, _, wire in landed]
+        posted = None
+        if self._links.connected and not large:
+            here = [[message for message in way if is_for_memory(message[1])] for way in (wires, arriving)]
+            posted = self._links.post(tag, *here)
+            wires, arriving = ([m for m in way if not is_for_memory(m[1])] for way in (wires, arriving))
+            if not wires and not arriving:
+                return _UnderWay(self, [], posted, moves, [])
         ops = [dist.P2POp(dist.isend, wire, group=self.group, tag=tag, group_peer=peer) for peer, wire in wires]
-        ops += [dist.P2POp(dist.irecv, wire, group=self.group, tag=tag, group_peer=peer) for peer, _, wire in landed]
+        ops += [dist.P2POp(dist.irecv, wire, group=self.group, tag=tag, group_peer=peer) for peer, wire in arriving]
         with _linked():
             works = dist.batch_isend_irecv(ops)
-        return _UnderWay(self, works, None, moves, carried)
+        return _UnderWay(self, works, posted, moves, [wire for _, wire in (*wires, *arriving)])
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         if not tensor.numel():
@@ -134,7 +138,7 @@ class TorchTransport:
             return [tensor.clone() for _ in range(self.size)]
         wire = self._on_wire(tensor.detach().contiguous())
         parts = [torch.empty_like(wire) for _ in range(self.size)]
-        if self._links.connected and wire.device.type == "cpu":
+        if self._links.connected and is_for_memory(wire):
             with self._collective():
                 others = [rank for rank in range(self.size) if rank != self.rank]
                 parts[self.rank].copy_(wire)

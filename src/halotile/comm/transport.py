@@ -115,8 +115,11 @@ class Transport(Protocol):
         sides leave them out, since both know the sizes.
         """
 
-    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """The messages of `exchange`, started and left under way: none of the tensors may be touched before `wait`."""
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message], large: bool = False) -> Exchange:
+        """The messages of `exchange`, started and left under way: none of the tensors may be touched before `wait`.
+
+        `large`, said by both ends of a message alike: together they are too much to be held twice.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         """The elementwise reduction over all ranks, the same bits on each."""

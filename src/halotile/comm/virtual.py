@@ -100,7 +100,7 @@ class VirtualTransport:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.begin(sends, receives).wait()
 
-    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message], large: bool = False) -> Exchange:
         check_not_lost(self)
         self.entered += 1
         sends, receives = without_empty(sends), without_empty(receives)
