@@ -188,6 +188,22 @@ def test_few_segments_are_kept_however_small(pair):
     assert _descriptors() == before + 2 * memory_link._SEGMENTS
 
 
+def test_large_segments_are_kept_before_small_ones(pair):
+    """Sizes as they come in a decode: after the first all messages find memory."""
+    sizes = [2000 * (number + 1) for number in range(memory_link._SEGMENTS)] + [100_000, 500_000, 2_000_000] * 3
+    for number, size in enumerate(sizes):
+        # two at a time, as a rank may be ahead
+        for _ in range(2):
+            pair[0].post(number, [(1, torch.ones(size))], [])
+        for _ in range(2):
+            pair[1].wait(pair[1].post(number, [], [(0, torch.empty(size))]), 5.0)
+    made = pair[0]._links[1]._numbers
+    for number, size in enumerate(sizes, len(sizes)):
+        pair[0].post(number, [(1, torch.ones(size))], [])
+        pair[1].wait(pair[1].post(number, [], [(0, torch.empty(size))]), 5.0)
+    assert pair[0]._links[1]._numbers == made
+
+
 def test_ranks_of_two_users_leave_it_to_the_group(monkeypatch):
     links = [HostLinks(0, 2)]
     monkeypatch.setattr(os, "getuid", lambda: 12345)

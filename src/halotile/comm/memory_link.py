@@ -232,7 +232,7 @@ class MemoryLink:
         if nbytes <= LARGE:
             if not any(segment.size >= nbytes for segment in self._free):
                 self.drain()
-            for segment in sorted(self._free, key=lambda segment: segment.size):
+            for segment in self._free:
                 if segment.size >= nbytes:
                     self._free.remove(segment)
                     return segment, None
@@ -248,13 +248,12 @@ class MemoryLink:
             raise
 
     def _returned(self, number: int) -> None:
-        """Keep a segment for the next message, or let go of it."""
-        segment = self._lent.pop(number)
-        kept = sum(each.size for each in self._free)
-        if kept + segment.size <= _KEPT and len(self._free) < _SEGMENTS:
-            self._free.append(segment)
-        else:
-            self._note(_NOTE.pack(_DROPPED, 0, 0, number, 0, False))
+        """Keep a segment for the next message, and let go of the smallest where that is too many or too much."""
+        self._free.append(self._lent.pop(number))
+        self._free.sort(key=lambda segment: segment.size)
+        while len(self._free) > _SEGMENTS or sum(segment.size for segment in self._free) > _KEPT:
+            # a large one also serves for small messages
+            self._note(_NOTE.pack(_DROPPED, 0, 0, self._free.pop(0).number, 0, False))
 
     def _note(self, note: bytes, descriptor: int | None = None) -> None:
         self._unsent.append((note, descriptor))
