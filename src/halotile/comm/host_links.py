@@ -29,7 +29,10 @@ _CONNECT_S = 30.0
 
 
 def is_for_memory(message: torch.Tensor) -> bool:
-    """Whether a message goes by way of memory, if that is there: a large one would be held twice. Both ends answer alike."""
+    """Whether a message goes by way of memory, if that is there: a large one would be held twice.
+
+    Both ends answer alike.
+    """
     return message.device.type == "cpu" and message.numel() * message.element_size() <= LARGE
 
 
