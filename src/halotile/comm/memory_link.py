@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from halotile.comm.parcel import nameless_file
 from halotile.comm.transport import LinkError
 
 # kind of note, call, bytes, number of the segment, the first byte in it, whether it is the last message in it
@@ -239,9 +240,8 @@ class MemoryLink:
             # a size that suits other messages as well; what is not written to takes no memory
             nbytes = max(1 << (nbytes - 1).bit_length(), 1 << 16)
         self._numbers += 1
-        descriptor = os.memfd_create("halotile", os.MFD_CLOEXEC)
+        descriptor = nameless_file(nbytes)
         try:
-            os.ftruncate(descriptor, nbytes)
             return _Segment(self._numbers, descriptor), descriptor
         except BaseException:
             os.close(descriptor)

@@ -53,7 +53,7 @@ class Parcel:
             _fill(self.kept, layouts, tensors)
             handle = bytes(ForkingPickler.dumps(self.kept))
         elif nbytes:
-            self._descriptors = [_nameless_file(nbytes)]
+            self._descriptors = [nameless_file(nbytes)]
             _fill(_mapped(self._descriptors[0], nbytes), layouts, tensors)
         self._content = pickle.dumps((header, layouts, nbytes, handle))
 
@@ -132,7 +132,7 @@ def _place(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
     return buffer[layout.offset :].view(layout.dtype).as_strided(layout.shape, layout.stride)
 
 
-def _nameless_file(nbytes: int) -> int:
+def nameless_file(nbytes: int) -> int:
     """A descriptor of memory that is gone when nobody has it any more."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("halotile", os.MFD_CLOEXEC)
