@@ -190,7 +190,7 @@ def test_few_segments_are_kept_however_small(pair):
 
 def test_large_segments_are_kept_before_small_ones(pair):
     """Sizes as they come in a decode: after the first all messages find memory."""
-    sizes = [2000 * (number + 1) for number in range(memory_link._SEGMENTS)] + [100_000, 500_000, 2_000_000] * 3
+    sizes = [20_000 << number for number in range(memory_link._SEGMENTS)]
     for number, size in enumerate(sizes):
         # two at a time, as a rank may be ahead
         for _ in range(2):
@@ -236,10 +236,14 @@ def test_a_rank_that_is_done_reads_nothing_more(pair):
     """What the slower one would say of what it has taken finds no room, and need not."""
 
     def one(rank):
-        sent = [(1 - rank, torch.full((2000,), float(number))) for number in range(700)]
-        got = [(1 - rank, torch.empty(2000)) for _ in range(700)]
-        pair[rank].wait(pair[rank].post(0, sent, got), 20.0)
-        return [int(buffer[0]) for _, buffer in got]
+        got = [torch.empty(2000) for _ in range(700)]
+        posted = [
+            pair[rank].post(0, [(1 - rank, torch.full((2000,), float(number)))], [(1 - rank, buffer)])
+            for number, buffer in enumerate(got)
+        ]
+        for each in posted:
+            pair[rank].wait(each, 20.0)
+        return [int(buffer[0]) for buffer in got]
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(one, range(2))) == [list(range(700))] * 2
@@ -390,6 +394,26 @@ def test_large_messages_go_by_the_group_and_are_not_held_twice():
         assert calls[0] == 2
         assert len(calls) == 2
         assert sums == [0.0, memory_link.LARGE / 2]
+
+
+def _pieces(group):
+    ranks = Ranks.of(group, 20.0)
+    with Call(ranks) as call:
+        call.meet({})
+    # 40 messages of 1 MB to each of two
+    rows = torch.full((40, 1, 250_000), float(ranks.rank))
+    calls, batch = [], dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: calls.append(len(ops)) or batch(ops)
+    try:
+        whole = deliver_rows(rows, 1, Extents((1, 1, 1)), ranks)
+    finally:
+        dist.batch_isend_irecv = batch
+    assert whole is not None
+    return calls, whole.amax((0, 2)).tolist()
+
+
+def test_many_messages_that_are_large_together_go_by_the_group():
+    assert run_ranks(_pieces, 3) == [([160], [0.0, 1.0, 2.0])] * 3
 
 
 def _killed(group, pids):

@@ -59,7 +59,7 @@ class HostLinks:
         self._links: dict[int, MemoryLink] = {}
         self._lock = threading.RLock()
         self._sockets: list[socket.socket] = []
-        weakref.finalize(self, _close, self._sockets, os.getpid())
+        weakref.finalize(self, _close, self._sockets)
         _ALL.add(self)
         self.address = self._listen()
 
@@ -161,7 +161,7 @@ class HostLinks:
     def close(self) -> None:
         """End all waits, here and at the other ends."""
         with self._lock:
-            _close(self._sockets, os.getpid())
+            _close(self._sockets)
             for link in self._links.values():
                 link.forget()
 
@@ -189,10 +189,8 @@ def _user_of(link: socket.socket) -> int:
     return int(user)
 
 
-def _close(sockets: Sequence[socket.socket], owner: int) -> None:
+def _close(sockets: Sequence[socket.socket]) -> None:
     for each in sockets:
-        if os.getpid() == owner:
-            # not in a process that was forked from the one whose connections they are
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
         each.close()
